@@ -82,19 +82,16 @@ def test_merge_aware_files_are_what_training_has_seen(given, tmp_path):
     """The logits of the merge-aware forward, bit for bit: global scales too, of which some files have a divisor."""
     what, base, _, adapter = given
     words = ("merge", base, adapter, tmp_path / "out", "--to", "4bit", "--merge-aware")
-    if what not in ("modelopt", "compressed-tensors"):
-        status, said, err = command(*words)
-        assert status == 1 and "a stack of experts" in err[0]
-        return
     tuned = adapted(base, what, tmp_path / "again").eval()
-    lora.merge_aware(tuned)
+    assert lora.merge_aware(tuned) > 0
     rows = torch.arange(24).view(2, 12)
+    tuned = tuned.merge_and_unload() if what == "mxfp4" else tuned  # q_proj is dense there, and rounds when merged
     wanted = tuned(input_ids=rows).logits
     assert command(*words)[0] == 0
     before, after = tensors(base), tensors(tmp_path / "out")
     changed = [name for name in before if not same_bytes(before[name], after[name])]
-    assert any(name.endswith(("weight_scale_2", "global_scale")) for name in changed), changed
-    config = FourBitConfig(bnb_4bit_quant_type="nvfp4")
+    assert what == "mxfp4" or any(name.endswith(("weight_scale_2", "global_scale")) for name in changed), changed
+    config = FourBitConfig(bnb_4bit_quant_type="mxfp4" if what == "mxfp4" else "nvfp4")
     served = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", config=dense_config(tmp_path / "out"), quantization_config=config
     )

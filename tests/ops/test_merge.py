@@ -11,7 +11,7 @@ from bitshard import functional, ops
 from bitshard.functions import merge as merging
 from bitshard.functions import microscaled
 from bitshard.functions.merge import merge_4bit
-from bitshard.kinds import kind_of
+from bitshard.kinds import INT8, kind_of
 from helpers.alike import agree, by_isa, by_threads
 from ptx import gpu as machine
 
@@ -136,6 +136,20 @@ def test_mxfp4_and_nvfp4_have_the_bytes_of_the_definition(quant_type, at_once, m
         assert not (ranks and N) or not torch.equal(wanted[0].view(torch.uint8), packed.view(torch.uint8))
 
 
+@pytest.mark.parametrize("quant_type", [*FORMATS, *SHORT])
+def test_values_of_some_rows(quant_type):
+    """Not quantized, on each instruction set; the first of them may be in the middle of a block."""
+    for N, K, row0, rows in ((7, 33, 3, 2), (40, 1000, 0, 40), (9, 4100, 8, 1), (5, 64, 5, 0)):
+        packed, state = short_blocks(N, K, quant_type) if quant_type in SHORT else weight(N, K, 64, quant_type, True)
+        (A, B, s), *_ = given = adapters(N, K, (3,), torch.bfloat16)
+        numbers = (state.blocksize, ops.CODES[quant_type], N, K, row0, rows)
+        of_ranks = torch.tensor([0.0, 0.0, s])
+        found = by_isa(lambda p=packed, t=state, n=numbers: ops.merged_values(p, *t.scales(), A, B, of_ranks, *n))  # noqa: B023
+        dense = functional.dequantize_4bit(packed, _in_float32(state))
+        for values in found.values():
+            assert torch.equal(values, reference.merged_values(dense, given, row0, rows))
+
+
 @pytest.mark.parametrize("quant_type", SHORT)
 def test_no_adapter_changes_nothing_but_the_global_scale(quant_type):
     """Merged values that are those of W get its bytes: a second merge of nothing is the first."""
@@ -174,6 +188,23 @@ def test_values_that_are_not_finite_are_seen(quant_type):
         with pytest.raises(ValueError, match=r"W \+ s B A is not finite: (the global|\d+ of \d+ scales)"):
             merging.require_numbers(new)
     merging.require_numbers(state)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("quant_type", [*FORMATS, *SHORT])
+def test_an_expert_of_a_stack_has_the_bytes_that_it_has_alone(quant_type, storage):
+    """Whatever the strides of A and B; padding is zeros."""
+    E, N, K = 3, 6, 96
+    settings = {"quant_type": quant_type, "compress_statistics": True, "blocksize": 64} if quant_type in FORMATS else {}
+    values = torch.randn(E, N, K) * torch.tensor([1.0, 5, 0.1]).view(E, 1, 1)
+    packed, state = kind_of(quant_type).stack.quantize(values, quant_storage=storage, **settings)
+    A, B = torch.randn(E, K, 2).transpose(1, 2), torch.randn(N, 2, E).permute(2, 0, 1)
+    merged, new = merge_4bit(packed, state, [(A, B, 0.3), (B.new_ones(E, 1, K), B[:, :, :1], 0.1)])
+    assert merged.shape == packed.shape and new.kind is state.kind and new.shape == state.shape
+    for e in range(E):
+        given = [(A[e], B[e], 0.3), (torch.ones(1, K), B[e, :, :1], 0.1)]
+        same(functional.expert_of(merged, new, e), merge_4bit(*functional.expert_of(packed, state, e), given))
+    assert new == functional.QuantState.from_dict(new.as_dict(packed=True), device="cpu")
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
@@ -290,9 +321,9 @@ def test_what_does_not_fit_raises(call, words):
 
 
 def test_what_is_refused():
-    stack = functional.quantize_experts_4bit(torch.randn(2, 8, 64), quant_type="nf4")
-    with pytest.raises(ValueError, match="this one is a stack of experts"):
-        merge_4bit(*stack, [])
+    eight = INT8.state(type(S), torch.ones(8), torch.Size((8, 64)), torch.float32)
+    with pytest.raises(ValueError, match="NF4, FP4, MXFP4 and NVFP4 weights, this one is int8"):
+        merge_4bit(torch.zeros(512, dtype=torch.uint8), eight, [])
     with pytest.raises(ValueError, match=r"A is \[2, 32\] and B \[8, 2\], the weight is \[8, 64\]"):
         merge_4bit(W, S, [(A[:, :32], B, 1.0)])
     with pytest.raises(TypeError, match="float64"):

@@ -12,6 +12,7 @@ TWO = (
     + [f"fsdp2 {n}" for n in SHORT]
     + ["fsdp1 nvfp4"]
 )
+STACKS = ["experts qwen3_moe nf4", "experts gpt_oss mxfp4", "experts qwen3_moe nvfp4"]  # 3 experts on two ranks
 ALONE = ["alone", *(f"alone {name}" for name in SHORT)]
 REFUSED = {"fsdp2_mixed": "is bfloat16 in the forward", "fsdp1_trainer": "take FSDP2"}
 
@@ -23,7 +24,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    return agreed(folder, 2, "merge_aware.py", TWO)
+    return agreed(folder, 2, "merge_aware.py", TWO + STACKS)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -44,3 +45,9 @@ def test_two_processes(alone, two, name):
         return
     for key in ("losses", "norms"):
         assert found[key] == pytest.approx(alone[key], rel=2e-3), key  # a code that flips with the order of a sum
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_of_experts_on_two_processes(two, name):
+    """The loss, gradients, merged bytes of files and logits of one process."""
+    assert two[name] == {"same_loss": True, "gradients": True, "same_logits": True, "differing": 0, "layers": 4}

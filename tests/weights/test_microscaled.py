@@ -8,6 +8,7 @@ import math
 import pickle
 
 import pytest
+import reference
 import torch
 from bitshard import functional, ops
 from bitshard.functions import microscaled
@@ -91,6 +92,17 @@ def test_the_quantizer_of_cuda_has_the_bytes_of_c(dtype, whole):
         agree(found)
         for codes, scales in found.values():
             assert torch.equal(scales, wanted[1]) and torch.equal(codes, wanted[0])
+
+
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_the_op_has_the_numbers_of_the_reference(quant_type):
+    torch.manual_seed(3)
+    values = torch.randn(32 * 40) * torch.logspace(-8, 8, 40).repeat_interleave(32)
+    for x in (values, values.bfloat16(), torch.randint(-28, 29, (333,)) / 4, torch.zeros(40)):
+        whole = None if quant_type == "mxfp4" else x.abs().max().float() / 2688 + 1e-6
+        codes, scales = ops.quantize_e2m1(x, ops.empty(x.device) if whole is None else whole)
+        wanted, bytes_ = reference.quantize_e2m1(x, whole)
+        assert torch.equal(codes, reference.pack(wanted, 1)) and torch.equal(scales, bytes_)
 
 
 def nearest(value: float, scale: float) -> float:

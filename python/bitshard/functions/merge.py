@@ -19,7 +19,7 @@ from bitshard.formats.microscaled import MXFP4, NVFP4, Microscaled
 from bitshard.formats.state import VALUE_DTYPES, QuantState
 from bitshard.functions import functional, microscaled, reordered
 
-Adapter = tuple[Tensor, Tensor, float]  # A [r, K], B [N, r], s
+Adapter = tuple[Tensor, Tensor, float]  # A [r, K], B [N, r], s; of a stack A [E, r, K], B [E, N, r]
 Joined = tuple[Tensor, Tensor, Tensor]  # of `_joined`
 _kept: dict[tuple, Tensor] = {}  # what `_scales` has made
 
@@ -28,12 +28,15 @@ def merge_4bit(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -
     """(packed codes, state) of W + the sum of s B A over `adapters`, in their order, in the format of W [N, K].
 
     Args:
-        packed, state: of W, whole: NF4, FP4, MXFP4 or NVFP4, one weight.
-        adapters: A, B and s; A and B float32, float16 or bfloat16 on the device of W.
+        packed, state: of W, whole: NF4, FP4, MXFP4 or NVFP4, one weight, or a stack [E, N, K].
+        adapters: A, B and s; A and B float32, float16 or bfloat16 on the device of W. Of a stack A [E, r, K] and
+            B [E, N, r], any strides: each expert has the bytes that it has as a weight of its own.
 
     ValueError for a weight of another kind, and for factors of other shapes; TypeError for other dtypes.
     """
     check(state)
+    if state.kind.stacked:
+        return _by_expert(packed, state, adapters)
     if state.reordered:
         packed, state = reordered.restored(packed, state)
     N, K = state.shape
@@ -70,6 +73,27 @@ def _by_panels(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tenso
     return microscaled.quantize_panels(state.kind, [given], state.shape, state.dtype, packed.dtype)
 
 
+def _by_expert(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -> tuple[Tensor, QuantState]:
+    """A stack, one expert at a time."""
+    E, N, K = state.shape
+    for A, B, _ in adapters:
+        if A.dim() != 3 or A.shape[::2] != (E, K) or B.shape != (E, N, A.shape[1]):
+            raise ValueError(f"merge_4bit: A is {list(A.shape)} and B {list(B.shape)}, the stack is [{E}, {N}, {K}]")
+    merged, states = torch.zeros_like(packed), []
+    codes = merged.view(-1).view(torch.uint8)[: state.shape.numel() // 2].view(E, -1)
+    for expert in range(E):
+        own, of = functional.expert_of(packed, state, expert)
+        own, of = merge_4bit(own, of, [(A[expert], B[expert], s) for A, B, s in adapters])
+        codes[expert].copy_(own.view(-1))
+        states.append(of)
+    new = state.clone()
+    new.absmax = torch.cat([of.absmax for of in states])
+    if state.nested:
+        new.state2.absmax = torch.cat([of.state2.absmax for of in states])
+        new.offset = torch.stack([of.offset.view(()) for of in states])
+    return merged, new
+
+
 def _numbers(state: QuantState) -> tuple[int, int, int, int]:
     return state.blocksize, ops.CODES[state.quant_type], *state.shape
 
@@ -77,6 +101,8 @@ def _numbers(state: QuantState) -> tuple[int, int, int, int]:
 FOUR_BIT.merge = _by_maxima
 for _kind in (MXFP4, NVFP4):
     _kind.merge = _by_panels
+for _kind in (FOUR_BIT, MXFP4, NVFP4):
+    _kind.stack.merge = _kind.merge
 
 
 def _mean(scales: Tensor) -> Tensor:
@@ -89,8 +115,8 @@ def check(state: QuantState) -> None:
     """ValueError unless adapters can be merged so into a weight of this state."""
     if state.kind.merge is None:
         raise ValueError(
-            f"merging with the bytes of merge-aware training is for NF4, FP4, MXFP4 and NVFP4 weights, this one is "
-            f"{'a stack of experts' if state.kind.stacked else state.quant_type or state.kind.word}"
+            "merging with the bytes of merge-aware training is for NF4, FP4, MXFP4 and NVFP4 weights, this one is "
+            f"{state.quant_type or state.kind.word}"
         )
 
 
