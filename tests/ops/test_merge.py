@@ -297,6 +297,14 @@ def test_on_a_gpu(device):
         moved = [(A.to(device), B.to(device), s) for A, B, s in given]
         found, new = merge_4bit(packed.to(device), state.to(device), moved)
         same((found.cpu(), new.to("cpu")), wanted)
+    for quant_type in SHORT:
+        for N, K in ((64, 128), (33, 33), (1300, 4096)):
+            packed, state = short_blocks(N, K, quant_type)
+            given = adapters(N, K, (16, 3), torch.bfloat16)
+            wanted = merge_4bit(packed, state, given)
+            moved = [(A.to(device), B.to(device), s) for A, B, s in given]
+            found, new = merge_4bit(packed.to(device), state.clone().to(device), moved)
+            same((found.cpu(), new.to("cpu")), wanted)
 
 
 W, S = weight(8, 64)

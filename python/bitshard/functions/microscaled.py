@@ -147,8 +147,8 @@ def _nv_scales(largest: Tensor, whole: Tensor) -> Tensor:
 def _codes(scaled: Tensor) -> Tensor:
     """Packed codes uint8 [n / 2] of values in units of their scales, n even."""
     scaled = scaled.flatten()
-    found = torch.bucketize(scaled.abs(), table("e2m1_borders", scaled.device), out_int32=True) + 8 * (scaled < 0)
-    pairs = found.to(torch.uint8).view(-1, 2)
+    found = torch.bucketize(scaled.abs(), table("e2m1_borders", scaled.device), out_int32=True).to(torch.uint8)
+    pairs = found.add_((scaled < 0).to(torch.uint8), alpha=8).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
 
 
