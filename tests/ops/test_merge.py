@@ -198,9 +198,11 @@ def test_an_expert_of_a_stack_has_the_bytes_that_it_has_alone(quant_type, storag
     settings = {"quant_type": quant_type, "compress_statistics": True, "blocksize": 64} if quant_type in FORMATS else {}
     values = torch.randn(E, N, K) * torch.tensor([1.0, 5, 0.1]).view(E, 1, 1)
     packed, state = kind_of(quant_type).stack.quantize(values, quant_storage=storage, **settings)
+    state.checksum = ops.checksum(packed)
     A, B = torch.randn(E, K, 2).transpose(1, 2), torch.randn(N, 2, E).permute(2, 0, 1)
     merged, new = merge_4bit(packed, state, [(A, B, 0.3), (B.new_ones(E, 1, K), B[:, :, :1], 0.1)])
     assert merged.shape == packed.shape and new.kind is state.kind and new.shape == state.shape
+    assert new.checksum is None  # that of other bytes is not kept
     for e in range(E):
         given = [(A[e], B[e], 0.3), (torch.ones(1, K), B[e, :, :1], 0.1)]
         same(functional.expert_of(merged, new, e), merge_4bit(*functional.expert_of(packed, state, e), given))

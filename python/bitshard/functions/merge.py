@@ -87,7 +87,7 @@ def _by_expert(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -
         codes[expert].copy_(own.view(-1))
         states.append(of)
     new = state.clone()
-    new.absmax = torch.cat([of.absmax for of in states])
+    new.absmax, new.checksum = torch.cat([of.absmax for of in states]), None
     if state.nested:
         new.state2.absmax = torch.cat([of.state2.absmax for of in states])
         new.offset = torch.stack([of.offset.view(()) for of in states])

@@ -141,6 +141,7 @@ def merged_whole(packed: Tensor, state: QuantState, adapters: list[Adapter]) -> 
 
 
 def gathered(tensor: Tensor) -> Tensor:
+    """A or B, whole also where FSDP2 has sharded it; then a collective."""
     return gather.whole(tensor) if gather.is_dtensor(tensor) else tensor
 
 
