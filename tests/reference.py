@@ -51,6 +51,24 @@ def quantize_4bit(x: Tensor, blocksize: int, quant_type: str) -> tuple[Tensor, T
     return code + 8 * (v < 0), absmax
 
 
+def quantize_e2m1(x: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """MXFP4 (no `whole`) or NVFP4: codes [n] int64, scales uint8; x / scale to the nearest, of two to the even code."""
+    values = blocks(x, 32 if whole is None else 16)
+    largest = values.abs().amax(1)
+    if whole is None:
+        scales = torch.where(largest > 0, largest.log2().floor() - 2 + 127, 127).clamp(0, 252).to(torch.uint8)
+        units = 2.0 ** (scales.double() - 127)
+    else:
+        wanted = (largest.float() / 6 / whole).clamp(2.0**-9, 448)
+        scales = wanted.to(torch.float8_e4m3fn).view(torch.uint8)
+        units = (ops.table("e4m3")[scales.long()] * whole).double()
+    units = torch.where(largest > 0, units, 1)
+    v = (values / units[:, None]).float().flatten()[: x.numel()]  # one rounding
+    middles = thresholds(ops.table("e2m1")[:8])
+    above = (v.abs()[:, None] > middles) | ((v.abs()[:, None] == middles) & (torch.arange(7) % 2 == 1))
+    return above.sum(1) + 8 * (v < 0), scales
+
+
 def dequantize_4bit(codes: Tensor, scale: Tensor, blocksize: int, quant_type: str, dtype: torch.dtype) -> Tensor:
     """table[code] * scale of its block in float32, rounded once to dtype; [n]. FP4's code 8 is -0."""
     table = ops.table(quant_type)
@@ -225,6 +243,11 @@ def merge_4bit(values: Tensor, adapters: list[tuple[Tensor, Tensor, float]]) -> 
             total = fma(b[:, None].expand_as(values), a.expand_as(values), total)
         values = fma(torch.full_like(values, s), total, values)
     return values
+
+
+def merged_values(values: Tensor, adapters: list[tuple[Tensor, Tensor, float]], row0: int, rows: int) -> Tensor:
+    """Rows [row0, row0 + rows) of `merge_4bit`."""
+    return merge_4bit(values, adapters)[row0 : row0 + rows]
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import copy
 import torch
 from bitshard import functional
 from bitshard.functions.merge import merge_4bit
+from bitshard.kinds import kind_of
 from torch.profiler import ProfilerActivity, profile
 
 COMPARED = [
@@ -28,7 +29,9 @@ def case(N: int, K: int, r: int, dtype: torch.dtype, nested: bool, quant_type: s
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda") * 0.02
 
-    packed, state = functional.quantize_4bit(random(N, K), None, None, 64, nested, quant_type)
+    kind = kind_of(quant_type)
+    settings = {"quant_type": quant_type, "compress_statistics": nested} if kind.nests else {}
+    packed, state = kind.quantize(random(N, K), quant_storage=torch.uint8, **settings)
     return packed, state, [(random(r, K).to(dtype), random(N, r).to(dtype), 2.0)]
 
 
@@ -57,7 +60,7 @@ def microseconds(call: object, times: int = 30) -> float:
 
 def main() -> None:
     for shape in COMPARED:
-        for quant_type in ("nf4", "fp4"):
+        for quant_type in ("nf4", "fp4", "mxfp4", "nvfp4"):
             print(shape, quant_type, "differing, and changed:", differing(*case(*shape, quant_type)))
     for nested in (False, True):
         given = case(4096, 4096, 16, torch.bfloat16, nested)
@@ -70,9 +73,12 @@ def main() -> None:
         for r in (8, 16, 64):
             plain, nested = case(N, K, r, torch.bfloat16, False), case(N, K, r, torch.bfloat16, True)
             w, x = torch.randn(N, K, device="cuda").bfloat16(), torch.randn(2048, K, device="cuda").bfloat16()
+            short = [case(N, K, r, torch.bfloat16, False, quant_type) for quant_type in ("mxfp4", "nvfp4")]
             found = {
                 "merge": microseconds(lambda plain=plain: merge_4bit(*plain)),
                 "nested": microseconds(lambda nested=nested: merge_4bit(*nested)),
+                "MXFP4": microseconds(lambda of=short[0]: merge_4bit(*of)),
+                "NVFP4": microseconds(lambda of=short[1]: merge_4bit(*of)),
                 "quantize": microseconds(lambda w=w: functional.quantize_nf4(w)),
                 "product of 2,048 rows": microseconds(lambda x=x, of=plain: functional.linear_4bit(x, *of[:2])),
             }

@@ -126,6 +126,17 @@ bsh_status bsh_cpu_quantize_4bit(const bsh_quantize_4bit_args *const args) {
   return BSH_OK;
 }
 
+static void quantize_e2m1_groups(const int64_t begin, const int64_t end, void *const ctx) {
+  const bsh_quantize_e2m1_args *const args = ctx;
+  bsh_cpu()->quantize_e2m1(args, 32 * begin, min_i64(32 * end, args->n));
+}
+
+bsh_status bsh_cpu_quantize_e2m1(const bsh_quantize_e2m1_args *const args) {
+  bsh_quantize_e2m1_args copy = *args;
+  bsh_parallel_for(0, divide_up(args->n, 32), block_grain(32), quantize_e2m1_groups, &copy);
+  return BSH_OK;
+}
+
 static void quantize_blockwise_blocks(const int64_t begin, const int64_t end, void *const ctx) {
   bsh_cpu()->quantize_blockwise(ctx, begin, end);
 }

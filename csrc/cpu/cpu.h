@@ -33,6 +33,17 @@ typedef struct {
 } bsh_cpu_gemm;
 
 bsh_status bsh_cpu_quantize_4bit(const bsh_quantize_4bit_args *args);
+
+/* x [n] to MXFP4, or where `whole` is its global scale to NVFP4 (docs/formats.md): packed u8 [ceil(n / 2)], scales u8
+ * [ceil(n / 32)] (E8M0) or [ceil(n / 16)] (E4M3). A block with a value that is not finite has the scale NaN. */
+typedef struct {
+  const void *x;
+  const float *whole; /* f32 [1], or NULL */
+  uint8_t *packed, *scales;
+  int64_t n;
+  bsh_dtype dtype;
+} bsh_quantize_e2m1_args;
+bsh_status bsh_cpu_quantize_e2m1(const bsh_quantize_e2m1_args *args);
 bsh_status bsh_cpu_dequantize_4bit(const bsh_dequantize_4bit_args *args);
 bsh_status bsh_cpu_quantize_blockwise(const bsh_quantize_blockwise_args *args);
 bsh_status bsh_cpu_dequantize_blockwise(const bsh_dequantize_blockwise_args *args);
@@ -61,6 +72,8 @@ bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
 
 /* Adapters merged into a weight (docs/merging.md). */
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *args);
+/* Elements [begin, end) of the sum in fp32, not quantized. The weight may be E2M1; packed and absmax are not used. */
+bsh_status bsh_cpu_merged_values(const bsh_merge_4bit_args *args, int64_t begin, int64_t end, float *values);
 
 /* Bytes, zero-padded to 8, as little-endian words w_i: sum mod 2^64 of mix(w_i + (i + 1) * 0x9E3779B97F4A7C15) with
  * mix(z): z ^= z >> 32; z *= 0xD6E8FEB86659FD93; z ^= z >> 32. Equal on CPU and CUDA. */
@@ -140,6 +153,7 @@ void bsh_cpu_requantize(const float *states, int64_t n, const float *map, bool k
 typedef struct {
   const char *isa;
   void (*quantize_4bit)(const bsh_quantize_4bit_args *args, int64_t block_begin, int64_t block_end);
+  void (*quantize_e2m1)(const bsh_quantize_e2m1_args *args, int64_t begin, int64_t end); /* begin: a multiple of 32 */
   void (*decode_4bit)(const bsh_decode_run *run);
   void (*quantize_blockwise)(const bsh_quantize_blockwise_args *args, int64_t block_begin, int64_t block_end);
   void (*dequantize_blockwise)(const bsh_dequantize_blockwise_args *args, int64_t begin, int64_t end);

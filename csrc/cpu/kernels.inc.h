@@ -7,6 +7,7 @@
 
 #include "cpu/blocks.inc.h"
 #include "cpu/calibration.inc.h"
+#include "cpu/e2m1.inc.h"
 #include "cpu/groups.inc.h"
 #include "cpu/int8.inc.h"
 #include "cpu/int8_product.inc.h"
@@ -27,9 +28,10 @@ static const bsh_cpu_calibration calibration_by_lanes = {
 static const bsh_cpu_int8_kernels int8_by_lanes = {INT8_BY_LANES, .product = product_by_tiles};
 
 #define KERNELS_BY_LANES                                                                                               \
-  .quantize_4bit = quantize_4bit_lanes, .decode_4bit = decode_run, .linear_4bit_dgrad = dgrad_by_groups,               \
-  .quantize_blockwise = quantize_blockwise_lanes, .dequantize_blockwise = dequantize_blockwise_lanes,                  \
-  .to_f32 = convert_to_f32, .from_f32 = convert_from_f32, .add_adapters = add_adapters_lanes,                          \
-  .optimizers = &optimizers_by_lanes, .calibration = &calibration_by_lanes, .int8 = &int8_by_lanes
+  .quantize_4bit = quantize_4bit_lanes, .quantize_e2m1 = quantize_e2m1_lanes, .decode_4bit = decode_run,               \
+  .linear_4bit_dgrad = dgrad_by_groups, .quantize_blockwise = quantize_blockwise_lanes,                                \
+  .dequantize_blockwise = dequantize_blockwise_lanes, .to_f32 = convert_to_f32, .from_f32 = convert_from_f32,          \
+  .add_adapters = add_adapters_lanes, .optimizers = &optimizers_by_lanes, .calibration = &calibration_by_lanes,        \
+  .int8 = &int8_by_lanes
 
 #endif

@@ -1,13 +1,22 @@
-/* cpu/merge.c - adapters merged into a packed weight, a tile at a time: decode, add, quantize. A thread owns tiles. */
+/* cpu/merge.c - adapters merged into a packed weight, a tile at a time: decode, add, quantize, or leave it in fp32. A
+ * thread owns tiles. */
 #include "core/arithmetic.h"
 #include "cpu/cpu.h"
 
 enum { TILE = 4096, GRAIN = 4 }; /* elements of a tile, a multiple of every block; tiles that are worth a thread */
 
+/* Elements [begin, end) of the sum, in fp32. */
+static void add_to_tile(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
+                        float *const values) {
+  const bsh_cpu_kernels *const kernels = bsh_cpu();
+  kernels->decode_4bit(
+      &(bsh_decode_run){.weight = &args->weight, .out = values, .begin = begin, .end = end, .dtype = BSH_F32});
+  kernels->add_adapters(args, begin, end, values);
+}
+
 static void merge_tiles(const int64_t tile_begin, const int64_t tile_end, void *const ctx) {
   const bsh_merge_4bit_args *const args = ctx;
   const bsh_weight *const weight = &args->weight;
-  const bsh_cpu_kernels *const kernels = bsh_cpu();
   float values[TILE];
   for (int64_t tile = tile_begin; tile < tile_end; tile++) {
     const int64_t begin = tile * TILE, end = min_i64(begin + TILE, weight->n);
@@ -18,15 +27,34 @@ static void merge_tiles(const int64_t tile_begin, const int64_t tile_end, void *
                                              .blocksize = weight->blocksize,
                                              .dtype = BSH_F32,
                                              .format = weight->format};
-    kernels->decode_4bit(
-        &(bsh_decode_run){.weight = weight, .out = values, .begin = begin, .end = end, .dtype = BSH_F32});
-    kernels->add_adapters(args, begin, end, values);
-    kernels->quantize_4bit(&quantize, 0, divide_up(end - begin, weight->blocksize));
+    add_to_tile(args, begin, end, values);
+    bsh_cpu()->quantize_4bit(&quantize, 0, divide_up(end - begin, weight->blocksize));
   }
 }
 
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *const args) {
   bsh_merge_4bit_args copy = *args;
   bsh_parallel_for(0, divide_up(args->weight.n, TILE), GRAIN, merge_tiles, &copy);
+  return BSH_OK;
+}
+
+typedef struct {
+  const bsh_merge_4bit_args *args;
+  int64_t begin, end;
+  float *values;
+} value_run;
+
+static void value_tiles(const int64_t tile_begin, const int64_t tile_end, void *const ctx) {
+  const value_run *const run = ctx;
+  for (int64_t tile = tile_begin; tile < tile_end; tile++) {
+    const int64_t begin = run->begin + tile * TILE;
+    add_to_tile(run->args, begin, min_i64(begin + TILE, run->end), run->values + tile * TILE);
+  }
+}
+
+bsh_status bsh_cpu_merged_values(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
+                                 float *const values) {
+  value_run run = {args, begin, end, values};
+  bsh_parallel_for(0, divide_up(end - begin, TILE), GRAIN, value_tiles, &run);
   return BSH_OK;
 }

@@ -3,6 +3,7 @@
  * One element at a time, every rounding written out. */
 #include "core/numerics.h"
 #include "cpu/cpu.h"
+#include "cpu/e2m1.h"
 
 /* ---- quantize_4bit -------------------------------------------------------------------------------------------- */
 
@@ -30,6 +31,32 @@ static void quantize_4bit_scalar(const bsh_quantize_4bit_args *const args, const
         codes[j] = encode_4bit(args->format, v);
       }
       args->packed[i / 2] = (uint8_t)(codes[0] << 4 | codes[1]);
+    }
+  }
+}
+
+/* ---- quantize_e2m1 -------------------------------------------------------------------------------------------- */
+
+/* The larger magnitude of two; NaN is more than infinity. */
+static float larger(const float a, const float b) {
+  const uint32_t x = float_bits(fabsf(a)), y = float_bits(fabsf(b));
+  return bits_float(x > y ? x : y);
+}
+
+/* Of a NaN 7, as the vectors have it. */
+static uint8_t e2m1_code(const float v) { return v == v ? encode_4bit(BSH_E2M1, v) : 7; }
+
+static void quantize_e2m1_scalar(const bsh_quantize_e2m1_args *const args, const int64_t begin, const int64_t end) {
+  const int64_t blocksize = short_blocksize(args);
+  for (int64_t first = begin; first < end; first += blocksize) {
+    const int64_t last = min_i64(first + blocksize, end);
+    float largest = 0.0f, unit;
+    for (int64_t i = first; i < last; i++) largest = larger(largest, load_f32(args->x, args->dtype, i));
+    args->scales[first / blocksize] = short_scale(args, largest, &unit);
+    for (int64_t i = first; i < last; i += 2) {
+      const uint8_t high = e2m1_code(load_f32(args->x, args->dtype, i) / unit);
+      const uint8_t low = i + 1 < last ? e2m1_code(load_f32(args->x, args->dtype, i + 1) / unit) : 0;
+      args->packed[i / 2] = (uint8_t)(high << 4 | low);
     }
   }
 }
@@ -150,6 +177,7 @@ static void add_adapters_scalar(const bsh_merge_4bit_args *const args, const int
 const bsh_cpu_kernels bsh_cpu_scalar = {
     .isa = "scalar",
     .quantize_4bit = quantize_4bit_scalar,
+    .quantize_e2m1 = quantize_e2m1_scalar,
     .decode_4bit = decode_4bit_scalar,
     .quantize_blockwise = quantize_blockwise_scalar,
     .dequantize_blockwise = dequantize_blockwise_scalar,

@@ -19,3 +19,27 @@ bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_
                                 divide_up(args->N, BSH_MERGE_TILE_ROWS) * divide_up(args->K, BSH_MERGE_TILE_COLUMNS),
                                 BSH_MERGE_THREADS, true, args);
 }
+
+/* Rows decoded by the kernels of cuda/elementwise/blockwise.cu; then the adapters are added in place. */
+bsh_status bsh_cuda_merged_values(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
+                                  float *const values, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(merge, "add_adapters_", "");
+  const int64_t blocks = divide_up(end - begin, BSH_MERGE_THREADS);
+  const bsh_dequantize_4bit_args decode = {.weight = args->weight,
+                                           .out = values,
+                                           .columns = args->K,
+                                           .row0 = begin / args->K,
+                                           .n_rows = (end - begin) / args->K,
+                                           .n_columns = args->K,
+                                           .ld = args->K,
+                                           .dtype = BSH_F32};
+  if (blocks > INT32_MAX)
+    return bsh_fail(BSH_BAD_SHAPE, "%s: %lld rows of %lld are too many for one launch", context->op,
+                    (long long)decode.n_rows, (long long)args->K);
+  BSH_TRY(bsh_cuda_dequantize_4bit(&decode, context));
+  const bsh_cuda_launch_shape shape = bsh_overlapping(blocks, BSH_MERGE_THREADS, 1, 0);
+  void *const of = (void *)(uintptr_t)args;
+  return bsh_cuda_launch(
+      context, &kernels[args->dtype], &shape,
+      (void *[]){of, (void *)(uintptr_t)&begin, (void *)(uintptr_t)&end, (void *)(uintptr_t)&values});
+}

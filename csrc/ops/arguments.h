@@ -33,13 +33,13 @@ bsh_status bsh_empty_sums(const bsh_call *call, const bsh_tensor *y, const bsh_t
 bsh_status bsh_int8_threshold(const char *op, float given, bsh_dtype dtype, float *threshold);
 
 /* Leaves the op: computes with args on the device of `like`. The sizes are for messages. */
-#define BSH_COMPUTE(name, like, size0, size1, size2, args)                                                             \
+#define BSH_COMPUTE(name, like, size0, size1, size2, ...)                                                              \
   do {                                                                                                                 \
     bsh_call_compute(call);                                                                                            \
-    if (!bsh_on_cuda(like)) return bsh_cpu_##name(args);                                                               \
+    if (!bsh_on_cuda(like)) return bsh_cpu_##name(__VA_ARGS__);                                                        \
     bsh_cuda_context context;                                                                                          \
     BSH_TRY(bsh_cuda_enter(&context, #name, (like)->device_index, size0, size1, size2));                               \
-    const bsh_status computed = bsh_cuda_##name(args, &context);                                                       \
+    const bsh_status computed = bsh_cuda_##name(__VA_ARGS__, &context);                                                \
     bsh_cuda_leave(&context);                                                                                          \
     return computed;                                                                                                   \
   } while (0)

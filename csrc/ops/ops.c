@@ -38,6 +38,9 @@
   X(merge_4bit, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
     "(Tensor, Tensor)")                                                                                                \
+  X(merged_values, 8,                                                                                                  \
+    "(" WEIGHT_ARGUMENTS                                                                                               \
+    ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K, int row0, int rows) -> Tensor")     \
   X(quantize_int8, 1, "(Tensor x, float threshold) -> (Tensor, Tensor, Tensor)")                                       \
   X(dequantize_int8, 2, "(Tensor packed, Tensor absmax, int N, int K, ScalarType dtype) -> Tensor")                    \
   X(product_int8, 2, "(Tensor a, Tensor b) -> Tensor")                                                                 \
@@ -55,9 +58,10 @@
     "(Tensor g, Tensor(a!) p, Tensor(b!) state1, Tensor(c!) state2, Tensor qmap1, Tensor qmap2, Tensor(d!) absmax1, "  \
     "Tensor(e!) absmax2, " STEP_ARGUMENTS ", float gnorm_scale, bool skip_zeros, int blocksize) -> ()")
 
-/* Those of a stack of weights: in C for the CPU, for CUDA in Python (python/bitshard/functions/grouped.py), by panels
- * or by the op behind them. */
+/* In C for the CPU, for CUDA in Python: values to MXFP4 and NVFP4 (python/bitshard/functions/microscaled.py), and
+ * products of a stack of weights (python/bitshard/functions/grouped.py), by panels or by the op behind them. */
 #define BSH_CPU_OPS(X)                                                                                                 \
+  X(quantize_e2m1, 2, "(Tensor x, Tensor whole) -> (Tensor, Tensor)")                                                  \
   X(grouped_linear_4bit, 8,                                                                                            \
     "(Tensor x, Tensor offs, " WEIGHT_ARGUMENTS ", Tensor bias, int blocksize, int format, int N, int K) -> Tensor")   \
   X(grouped_linear_4bit_dgrad, 7,                                                                                      \
@@ -68,13 +72,14 @@
   X(grouped_linear_4bit_dgrad_fused, 7,                                                                                \
     "(Tensor dy, Tensor offs, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")
 
-static bsh_status optional_offset(bsh_call *const call, const int index, const bsh_tensor *const like,
-                                  const float **const offset) {
+/* A float32 of `like`'s device, or NULL of an empty tensor. */
+static bsh_status optional_number(bsh_call *const call, const int index, const char *const argument,
+                                  const bsh_tensor *const like, const float **const number) {
   bsh_tensor tensor;
   BSH_TRY(bsh_call_tensor(call, index, &tensor));
-  *offset = NULL;
+  *number = NULL;
   if (tensor.numel == 0) return BSH_OK;
-  return bsh_data_of(call, &tensor, "offset", bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)offset);
+  return bsh_data_of(call, &tensor, argument, bsh_torch.dtype_float32, 1, like, (void **)(uintptr_t)number);
 }
 
 /* The four scale tensors that follow `packed` at stack[first + 1 ..]: n_blocks scales of `experts` weights, each of
@@ -160,6 +165,24 @@ static bsh_status bsh_op_quantize_4bit(bsh_call *const call) {
   BSH_COMPUTE(quantize_4bit, &x, x.numel, 0, 0, &args);
 }
 
+/* Packed codes and scales of MXFP4; with a global scale, of NVFP4. */
+static bsh_status bsh_op_quantize_e2m1(bsh_call *const call) {
+  bsh_quantize_e2m1_args args = {0};
+  bsh_tensor x, packed, scales;
+  BSH_TRY(bsh_call_tensor(call, 0, &x));
+  BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
+  BSH_TRY(optional_number(call, 1, "whole", &x, &args.whole));
+  const int64_t n_bytes = bsh_packed_bytes(x.numel), n_blocks = bsh_block_count(x.numel, args.whole ? 16 : 32);
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_bytes, bsh_torch.dtype_uint8, &packed));
+  BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_uint8, &scales));
+  args.x = x.data;
+  args.packed = packed.data;
+  args.scales = scales.data;
+  args.n = x.numel;
+  bsh_call_compute(call);
+  return x.numel == 0 ? BSH_OK : bsh_cpu_quantize_e2m1(&args);
+}
+
 bsh_status bsh_op_dequantize_4bit(bsh_call *const call) {
   const int64_t sizes[2] = {bsh_call_int(call, 7), bsh_call_int(call, 8)};
   const int32_t torch_dtype = bsh_call_dtype(call, 9);
@@ -182,7 +205,7 @@ static bsh_status bsh_op_quantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_call_tensor(call, 0, &x));
   BSH_TRY(bsh_compute_dtype(call->op, "x", x.dtype, &args.dtype));
   BSH_TRY(bsh_vector_argument(call, 1, "map", bsh_torch.dtype_float32, 256, &x, (void **)&args.map));
-  BSH_TRY(optional_offset(call, 2, &x, &args.offset));
+  BSH_TRY(optional_number(call, 2, "offset", &x, &args.offset));
   const int64_t n_blocks = bsh_block_count(x.numel, args.blocksize);
   BSH_TRY(bsh_call_output(call, &x, x.dim, x.sizes, bsh_torch.dtype_uint8, &code));
   BSH_TRY(bsh_call_output(call, &x, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
@@ -205,7 +228,7 @@ static bsh_status bsh_op_dequantize_blockwise(bsh_call *const call) {
   BSH_TRY(bsh_vector_argument(call, 1, "absmax", f32, bsh_block_count(code.numel, args.blocksize), &code,
                               (void **)&args.absmax));
   BSH_TRY(bsh_vector_argument(call, 2, "map", f32, 256, &code, (void **)&args.map));
-  BSH_TRY(optional_offset(call, 3, &code, &args.offset));
+  BSH_TRY(optional_number(call, 3, "offset", &code, &args.offset));
   BSH_TRY(bsh_call_output(call, &code, code.dim, code.sizes, torch_dtype, &out));
   if (code.numel == 0) return BSH_OK;
   args.out = out.data;
@@ -427,20 +450,27 @@ static bsh_status factor(bsh_call *const call, const int index, const char *cons
   return bsh_data_of(call, &tensor, argument, dtype, tensor.numel, like, (void **)(uintptr_t)data);
 }
 
-/* Packed bytes like those of the weight, and their scales. */
-static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
-  bsh_merge_4bit_args args = {.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
-  bsh_tensor packed, a, scales, merged, absmax;
-  BSH_TRY(read_weight(call, 0, 8, args.N, args.K, &packed, &args.weight));
-  BSH_TRY(check_absmax_format(call->op, bsh_call_int(call, 9)));
+/* The weight and its adapters, arguments 0 to 11. */
+static bsh_status read_merge(bsh_call *const call, bsh_tensor *const packed, bsh_merge_4bit_args *const args) {
+  bsh_tensor a, scales;
+  *args = (bsh_merge_4bit_args){.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
+  BSH_TRY(read_weight(call, 0, 8, args->N, args->K, packed, &args->weight));
   BSH_TRY(bsh_call_tensor(call, 5, &a));
   BSH_TRY(bsh_call_tensor(call, 7, &scales));
-  BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args.dtype));
-  args.R = scales.numel;
-  BSH_TRY(factor(call, 5, "a", args.R, args.K, &packed, a.dtype, &args.a));
-  BSH_TRY(factor(call, 6, "b", args.N, args.R, &packed, a.dtype, &args.b));
-  BSH_TRY(
-      bsh_data_of(call, &scales, "scales", bsh_torch.dtype_float32, args.R, &packed, (void **)(uintptr_t)&args.scales));
+  BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args->dtype));
+  args->R = scales.numel;
+  BSH_TRY(factor(call, 5, "a", args->R, args->K, packed, a.dtype, &args->a));
+  BSH_TRY(factor(call, 6, "b", args->N, args->R, packed, a.dtype, &args->b));
+  return bsh_data_of(call, &scales, "scales", bsh_torch.dtype_float32, args->R, packed,
+                     (void **)(uintptr_t)&args->scales);
+}
+
+/* Packed bytes like those of the weight, and their scales. */
+static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
+  bsh_merge_4bit_args args;
+  bsh_tensor packed, merged, absmax;
+  BSH_TRY(read_merge(call, &packed, &args));
+  BSH_TRY(check_absmax_format(call->op, args.weight.format));
   const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
   BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
@@ -450,6 +480,21 @@ static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   args.packed = merged.data;
   args.absmax = absmax.data;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
+}
+
+/* Rows [row0, row0 + rows) of the sum, in fp32. */
+static bsh_status bsh_op_merged_values(bsh_call *const call) {
+  const int64_t row0 = bsh_call_int(call, 12), rows = bsh_call_int(call, 13);
+  bsh_merge_4bit_args args;
+  bsh_tensor packed, values;
+  BSH_TRY(read_merge(call, &packed, &args));
+  if (row0 < 0 || rows < 0 || rows > args.N - row0)
+    return bsh_fail(BSH_BAD_VALUE, "%s: %" PRId64 " rows from row %" PRId64 " on, the weight has %" PRId64, call->op,
+                    rows, row0, args.N);
+  const int64_t sizes[2] = {rows, args.K};
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, bsh_torch.dtype_float32, &values));
+  if (values.numel == 0) return BSH_OK;
+  BSH_COMPUTE(merged_values, &packed, rows, args.K, args.R, &args, row0 * args.K, (row0 + rows) * args.K, values.data);
 }
 
 /* ---- checksum ---- */

@@ -7,7 +7,8 @@
 // are a word of codes: a rank is four loads of 16 bytes and 64 FMAs. Sums stay in registers until the codes are
 // written. With one adapter the weight is decoded after the sums, so that its bytes arrive meanwhile; with several,
 // values are kept beside the sums, and rows are taken in two passes. The *_any kernels give a warp a block of any size,
-// and compute it twice. Host side: csrc/gpu/merge.c.
+// and compute it twice. add_adapters_*: values that are decoded already, whatever the format, and not quantized. Host
+// side: csrc/gpu/merge.c.
 #include "cuda/sizes/merge.h"
 
 #include "cuda/numerics/encode.cuh"
@@ -244,12 +245,10 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit(con
   for (int half = 0; half < 2; half++) of.adapters(row, block, half);
 }
 
-// Element i of the merged weight; 0 beyond its end.
-template <typename T> __device__ float merged(const bsh_merge_4bit_args &a, float scale, int64_t i) {
-  if (i >= a.weight.n) return 0.0f;
+// `value`, of element i of the weight, with the adapters added.
+template <typename T> __device__ __forceinline__ float added(const bsh_merge_4bit_args &a, float value, int64_t i) {
   const int64_t n = i / a.K, k = i % a.K;
-  const int byte = a.weight.packed[i / 2];
-  float value = multiply_flush(VALUES[a.weight.format][i % 2 ? byte & 15 : byte >> 4], scale), sum = 0.0f;
+  float sum = 0.0f;
   for (int64_t r = 0; r < a.R; r++) {
     const float b = to_float(static_cast<const T *>(a.b)[n * a.R + r]);
     sum = __fmaf_rn(b, to_float(static_cast<const T *>(a.a)[r * a.K + k]), sum);
@@ -258,6 +257,13 @@ template <typename T> __device__ float merged(const bsh_merge_4bit_args &a, floa
     sum = 0.0f;
   }
   return value;
+}
+
+// Element i of the merged weight; 0 beyond its end.
+template <typename T> __device__ float merged(const bsh_merge_4bit_args &a, float scale, int64_t i) {
+  if (i >= a.weight.n) return 0.0f;
+  const int byte = a.weight.packed[i / 2];
+  return added<T>(a, multiply_flush(VALUES[a.weight.format][i % 2 ? byte & 15 : byte >> 4], scale), i);
 }
 
 template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any(const bsh_merge_4bit_args &a) {
@@ -283,6 +289,14 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any
   }
 }
 
+// Adapters added in place to elements [begin, end) of the weight in fp32, values[0 ...].
+template <typename T>
+__device__ __forceinline__ void add_adapters(const bsh_merge_4bit_args &a, int64_t begin, int64_t end, float *values) {
+  const int64_t i = begin + (int64_t)blockIdx.x * BSH_MERGE_THREADS + threadIdx.x;
+  wait_for_earlier_kernels();
+  if (i < end) values[i - begin] = added<T>(a, values[i - begin], i);
+}
+
 } // namespace bsh
 
 #define MERGE(name, type, format_name, format)                                                                         \
@@ -295,6 +309,10 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any
     bsh::merge_4bit_any<type, format>(args);                                                                           \
   }
 #define MERGE_FORMATS(name, type)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(BSH_MERGE_THREADS) add_adapters_##name(                                 \
+      const __grid_constant__ bsh_merge_4bit_args args, int64_t begin, int64_t end, float *values) {                   \
+    bsh::add_adapters<type>(args, begin, end, values);                                                                 \
+  }                                                                                                                    \
   MERGE(name, type, nf4, BSH_NF4)                                                                                      \
   MERGE(name, type, fp4, BSH_FP4)
 MERGE_FORMATS(f32, float)

@@ -51,7 +51,9 @@ grouped_linear_4bit_fused = torch.ops.bitshard.grouped_linear_4bit_fused.default
 grouped_linear_4bit_dgrad_fused = torch.ops.bitshard.grouped_linear_4bit_dgrad_fused.default
 search_4bit = torch.ops.bitshard.search_4bit.default
 round_4bit = torch.ops.bitshard.round_4bit.default
+quantize_e2m1 = torch.ops.bitshard.quantize_e2m1.default  # on CUDA `functions.microscaled`
 merge_4bit = torch.ops.bitshard.merge_4bit.default
+merged_values = torch.ops.bitshard.merged_values.default
 quantize_int8 = torch.ops.bitshard.quantize_int8.default
 dequantize_int8 = torch.ops.bitshard.dequantize_int8.default
 product_int8 = torch.ops.bitshard.product_int8.default
@@ -99,7 +101,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
-OPS += (sort_by_expert, sum_by_token, merge_4bit, linear_4bit_int8)
+OPS += (sort_by_expert, sum_by_token, merge_4bit, merged_values, quantize_e2m1, linear_4bit_int8)
 OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
@@ -237,6 +239,20 @@ def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, form
     _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
     merged = packed.new_empty((packed.numel(), 1))
     return merged, packed.new_empty((block_count(N * K, blocksize),), dtype=torch.float32)
+
+
+@torch.library.register_fake("bitshard::merged_values")
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K, row0, rows) -> Tensor:
+    _check_devices("merged_values", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
+    return packed.new_empty((rows, K), dtype=torch.float32)
+
+
+@torch.library.register_fake("bitshard::quantize_e2m1")
+def _(x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    _check_devices("quantize_e2m1", x, whole)
+    n, blocksize = x.numel(), 16 if whole.numel() else 32
+    codes = x.new_empty((storage_elements(n, 1),), dtype=torch.uint8)
+    return codes, x.new_empty((block_count(n, blocksize),), dtype=torch.uint8)
 
 
 @torch.library.register_fake("bitshard::quantize_int8")

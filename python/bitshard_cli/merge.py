@@ -52,7 +52,9 @@ def run(args: argparse.Namespace) -> Result:
     dtype = getattr(torch, args.to) if args.to in _DTYPES else None
     for name in ("merge_aware", "calibrate"):
         if getattr(args, name) and dtype is not None:
-            raise console.WrongArgument(f"--{name.replace('_', '-')} is for --to 4bit, nf4 or fp4, not {args.to}")
+            raise console.WrongArgument(
+                f"--{name.replace('_', '-')} is for --to 4bit or a format of 4 bits, not {args.to}"
+            )
     if args.merge_aware and args.calibrate is not None:
         raise console.WrongArgument("--merge-aware has the bytes of training, --calibrate other ones: name one")
     calibrated.require_sound(args)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from bitshard import fsdp
+from bitshard import fsdp, lora
 from bitshard.convert.merge import merge_folder
 from bitshard.formats.layouts import QUANTIZATION
 from bitshard.transformers import FourBitConfig, dense_config
@@ -75,6 +75,27 @@ def test_in_the_same_layout(given, tmp_path):
     assert (tmp_path / "out" / QUANTIZATION).exists() == ("modelopt" in what)
     status, _, err = command("inspect", tmp_path / "out")
     assert status == 0 and not err
+
+
+@torch.no_grad()
+def test_merge_aware_files_are_what_training_has_seen(given, tmp_path):
+    """The logits of the merge-aware forward, bit for bit: global scales too, of which some files have a divisor."""
+    what, base, _, adapter = given
+    words = ("merge", base, adapter, tmp_path / "out", "--to", "4bit", "--merge-aware")
+    tuned = adapted(base, what, tmp_path / "again").eval()
+    assert lora.merge_aware(tuned) > 0
+    rows = torch.arange(24).view(2, 12)
+    tuned = tuned.merge_and_unload() if what == "mxfp4" else tuned  # q_proj is dense there, and rounds when merged
+    wanted = tuned(input_ids=rows).logits
+    assert command(*words)[0] == 0
+    before, after = tensors(base), tensors(tmp_path / "out")
+    changed = [name for name in before if not same_bytes(before[name], after[name])]
+    assert what == "mxfp4" or any(name.endswith(("weight_scale_2", "global_scale")) for name in changed), changed
+    config = FourBitConfig(bnb_4bit_quant_type="mxfp4" if what == "mxfp4" else "nvfp4")
+    served = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", config=dense_config(tmp_path / "out"), quantization_config=config
+    )
+    assert torch.equal(served(input_ids=rows).logits, wanted)
 
 
 def test_into_16_bits(given, tmp_path):

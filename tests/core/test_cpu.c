@@ -664,7 +664,47 @@ static void compare_round(uint64_t *const state) {
   free(w), free(u), free(scales), free(errors), free(expected_errors), free(codes), free(expected);
 }
 
+/* ---- MXFP4 and NVFP4 ---- */
+
+static void compare_quantize_e2m1(uint64_t *const state, const int64_t n) {
+  const int64_t n_bytes = bsh_packed_bytes(n), n_blocks = bsh_block_count(n, 16);
+  float *const x = floats(state, n);
+  uint8_t *const packed = buffer(n_bytes), *const expected = buffer(n_bytes);
+  uint8_t *const scales = buffer(n_blocks), *const expected_scales = buffer(n_blocks);
+  const float whole = ldexpf(1.0f + random_unit(state) / 4, (int)random_below(state, 60) - 30);
+  bsh_quantize_e2m1_args args = {.x = x, .packed = expected, .scales = expected_scales, .n = n};
+  args.whole = random_below(state, 2) ? &whole : NULL;
+  args.dtype = (bsh_dtype)random_below(state, 3);
+  use("scalar", 1);
+  bsh_cpu_quantize_e2m1(&args);
+  args.packed = packed, args.scales = scales;
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_quantize_e2m1(&args);
+    check_same_bytes("quantize_e2m1 codes", packed, expected, n_bytes);
+    check_same_bytes("quantize_e2m1 scales", scales, expected_scales, bsh_block_count(n, args.whole ? 16 : 32));
+  }
+  free(x), free(packed), free(expected), free(scales), free(expected_scales);
+}
+
 /* ---- adapters ---- */
+
+/* Some rows of the sum, on each instruction set the bytes of the scalar one. */
+static void compare_merged_values(uint64_t *const state, const bsh_merge_4bit_args *const args) {
+  const int64_t row = random_below(state, args->N), rows = 1 + random_below(state, args->N - row);
+  const int64_t begin = row * args->K, n = rows * args->K;
+  float *const values = buffer(4 * n), *const expected = buffer(4 * n);
+  use("scalar", 1);
+  bsh_cpu_merged_values(args, begin, begin + n, expected);
+  for (int i = 0; i < n_isas; i++) {
+    use(isas[i], 1 + i);
+    bsh_cpu_merged_values(args, begin, begin + n, values);
+    for (int64_t j = 0; j < n; j++) /* the bits of a NaN depend on which of several the sum has met */
+      CHECK((isnan(values[j]) && isnan(expected[j])) || float_bits(values[j]) == float_bits(expected[j]),
+            "merged_values");
+  }
+  free(values), free(expected);
+}
 
 static void compare_merge(uint64_t *const state, const int64_t blocksize) {
   const int64_t N = 1 + random_below(state, 60), K = 1 + random_below(state, 300), R = random_below(state, 12),
@@ -702,6 +742,9 @@ static void compare_merge(uint64_t *const state, const int64_t blocksize) {
     check_same_bytes("merge_4bit codes", merged, expected, n_bytes);
     check_same_bytes("merge_4bit scales", (uint8_t *)absmax, (uint8_t *)expected_absmax, 4 * n_blocks);
   }
+  args.packed = NULL, args.absmax = NULL;
+  args.weight.format = (bsh_format)random_below(state, BSH_4BIT_FORMATS);
+  compare_merged_values(state, &args);
   free(scales), free(absmax), free(expected_absmax), free(a), free(b), free(of_blocks);
   free(packed), free(merged), free(expected);
 }
@@ -724,6 +767,7 @@ int main(const int argc, char **const argv) {
     const int64_t blocksize = INT64_C(32) << random_below(&state, 8);
     const int64_t n = round < 4 ? round : random_below(&state, round % 8 ? 5000 : 70000);
     compare_quantize_4bit(&state, n, blocksize);
+    compare_quantize_e2m1(&state, n);
     compare_blockwise(&state, n, blocksize);
     compare_dequantize_4bit(&state, 1 + random_below(&state, 40), random_below(&state, 700), blocksize);
     compare_dequantize_4bit(&state, 1, n, blocksize);

@@ -17,7 +17,7 @@ import transformers
 from bitshard import lora
 from common import finish, start
 from helpers import switches
-from helpers.llama import TOKENS
+from helpers.llama import TOKENS, config_4bit
 from helpers.lora import fused_calls, layers, randomize, wrong_scale
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -34,13 +34,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 STEPS, ROWS, LENGTH = 3, 4, 12
 
 
-def build(args, dtype=torch.float32, **options):
+def build(args, dtype=torch.float32, quant_type="nf4", **options):
     """The 4-bit Llama under a LoRA adapter that matters, of dtype `dtype` where nothing is packed."""
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        args.dir, dtype=dtype, quantization_config=config, device_map={"": "cpu"}
+        args.dir, dtype=dtype, quantization_config=config_4bit(quant_type, dtype), device_map={"": "cpu"}
     )
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     model = peft.get_peft_model(base, config)

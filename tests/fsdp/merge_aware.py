@@ -6,6 +6,7 @@ Ranks share a batch, so that their mean loss is that of one process on the whole
 evaluated and merged: by `save_pretrained(merge=True)`, and where nothing forbids it in place.
 """
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -16,10 +17,13 @@ from bitshard import fsdp
 from bitshard import lora as engine
 from bitshard.lora import aware
 from common import finish, start
-from lora import MIXED, as_trainer_wraps, build, checkpointed, fsdp1, fsdp2, steps, weights
+from helpers import moe
+from helpers.bytes import same_bytes
+from lora import MIXED, as_trainer_wraps, build, checkpointed, decoder, fsdp1, fsdp2, steps, weights
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
-# name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step)
+# name: (how it is wrapped, whether `merge_aware` comes before the wrapping, start_step); after a space the format
 SCENARIOS = {
     "alone": (lambda model: model, True, 0),
     "fsdp2": (fsdp2, True, 0),
@@ -43,9 +47,46 @@ def differing(made, folder):
     return sum(not any(torch.equal(one, other) for other in packed.values()) for one in found), len(packed)
 
 
+def stacks_merged(model, folder):
+    """A merge of an experts model under FSDP2 beside that of one process: whether all is the same, and counts."""
+    alone = copy.deepcopy(model)
+    for unit in decoder(model):
+        fully_shard(unit)
+    fully_shard(model)
+    loss, wanted = (each(input_ids=moe.TOKENS, labels=moe.TOKENS).loss for each in (model, alone))
+    loss.backward(), wanted.backward()
+    gradients = zip(model.parameters(), alone.parameters(), strict=True)
+    found = {"same_loss": torch.equal(loss, wanted)}
+    found["gradients"] = all(
+        torch.allclose(a.grad.full_tensor(), b.grad, rtol=1e-4, atol=1e-6) for a, b in gradients if b.requires_grad
+    )
+    expected, model, alone = moe.logits(alone.eval()), model.eval(), alone.eval()
+    fsdp.save_pretrained(model, folder, merge=True)
+    model.merge_adapter()
+    found["same_logits"] = torch.equal(moe.logits(model), expected)
+    files = {key: tensor for file in Path(folder).glob("*.safetensors") for key, tensor in load_file(file).items()}
+    entries = {key: one for key, one in alone.merge_and_unload().state_dict().items() if "experts." in key}
+    differing = sum(not same_bytes(files[key], one) for key, one in entries.items() if "quant_state." not in key)
+    return {**found, "differing": differing, "layers": sum(key.endswith("_proj") for key in entries)}
+
+
+def run_stacks(name):
+    _, family, quant_type = name.split()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    moe.blocks_fit(family, folder[0])  # on rank 0 only
+    dist.barrier()
+    model = moe.adapted_4bit(folder[0], quant_type)
+    engine.merge_aware(model)
+    return stacks_merged(model.train(), f"{folder[0]}/merged")
+
+
 def run(args, name):
-    wrap, first, start_step = SCENARIOS[name]
-    model = build(args)
+    if name.startswith("experts"):
+        return run_stacks(name)
+    scenario, _, quant_type = name.partition(" ")
+    wrap, first, start_step = SCENARIOS[scenario]
+    model = build(args, quant_type=quant_type or "nf4")
     if first:
         engine.merge_aware(model, start_step)
     model = wrap(model)

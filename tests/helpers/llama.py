@@ -12,14 +12,19 @@ def save_llama(folder) -> None:
     tiny.llama(folder, max_position_embeddings=64, initializer_range=0.1, **sizes)
 
 
-def load_4bit(folder) -> torch.nn.Module:
-    """NF4 with nested scales, computing in fp32 on the CPU."""
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+def config_4bit(quant_type="nf4", dtype=torch.float32):
+    """How a model is quantized: NF4 with nested scales, or another format, computing in `dtype`."""
+    options = {"bnb_4bit_quant_type": quant_type, "bnb_4bit_compute_dtype": dtype}
+    if quant_type != "nf4":
+        from bitshard.transformers import FourBitConfig
+
+        return FourBitConfig(**options)
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, **options)
+
+
+def load_4bit(folder, quant_type="nf4") -> torch.nn.Module:
+    """NF4 with nested scales or another format, computing in fp32 on the CPU."""
+    config = config_4bit(quant_type)
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=config, device_map={"": "cpu"}
     )

@@ -58,6 +58,30 @@ def model(family, experts=8, dtype=torch.float32, **sizes):
     return found
 
 
+def blocks_fit(family, folder, count=3):
+    """Dense files of a model whose experts are whole blocks in any format."""
+    sizes = {"qwen3_moe": "moe_intermediate_size"}.get(family, "intermediate_size")
+    model(family, count, **{sizes: 64}).save_pretrained(folder)
+    return folder
+
+
+def adapted_4bit(folder, quant_type):
+    """A 4-bit model of dense files with adapters of peft on its stacks and on q_proj; they change most codes."""
+    import peft
+    from bitshard.transformers import FourBitConfig
+
+    config = FourBitConfig(bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=quant_type == "nf4")
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    settings = {"target_modules": ["q_proj"], "target_parameters": targets, "task_type": "CAUSAL_LM"}
+    found = peft.get_peft_model(found, peft.LoraConfig(r=3, lora_alpha=6, **settings))
+    torch.manual_seed(1)
+    for parameter in found.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.05)
+    return found
+
+
 def decoded(dense, quantized):
     """A copy of a dense model with the values of the stacks and 4-bit layers of a quantized one."""
     other = copy.deepcopy(dense)

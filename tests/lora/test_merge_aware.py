@@ -50,10 +50,10 @@ def same(one, other):
         assert torch.equal(a, b)
 
 
-def adapted(folder, start_step=0, **options):
+def adapted(folder, start_step=0, quant_type="nf4", **options):
     transformers.set_seed(3)
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
-    found = peft.get_peft_model(load_4bit(folder), peft.LoraConfig(**options)).train()
+    found = peft.get_peft_model(load_4bit(folder, quant_type), peft.LoraConfig(**options)).train()
     if start_step is not None:
         assert lora.merge_aware(found, start_step) == LINEARS
     return found
@@ -104,8 +104,9 @@ def test_output_and_gradients(compute):
         assert (found.double() - exact).norm() <= bound * exact.norm()
 
 
-def test_forward_recomputation_and_backward_have_the_same_bytes(folder):
-    wrapped = adapted(folder)
+@pytest.mark.parametrize("quant_type", ["nf4", "mxfp4", "nvfp4"])
+def test_forward_recomputation_and_backward_have_the_same_bytes(folder, quant_type):
+    wrapped = adapted(folder, quant_type=quant_type)
     randomize(wrapped)
     plain = copy.deepcopy(wrapped)
     wrapped.gradient_checkpointing_enable({"use_reentrant": False})
@@ -140,22 +141,25 @@ def test_reentrant_checkpointing():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("rslora", [False, True])
-def test_all_ways_of_merging_give_the_bytes_of_the_forward(folder, tmp_path, rslora):
+@pytest.mark.parametrize("quant_type, rslora", [("nf4", False), ("nf4", True), ("mxfp4", False), ("nvfp4", False)])
+def test_all_ways_of_merging_give_the_bytes_of_the_forward(folder, tmp_path, quant_type, rslora):
     """`merge_and_unload`, `save_pretrained(merge=True)` and the command: the forward's bytes, and bit-equal logits."""
-    wrapped = trained(adapted(folder, use_rslora=rslora)).eval()
+    wrapped = trained(adapted(folder, quant_type=quant_type, use_rslora=rslora)).eval()
     with merged_weights() as made, torch.no_grad():
         logits = wrapped(input_ids=tokens()).logits
     before = [layer.base_layer.weight.data.clone() for layer in layers(wrapped)]
     assert sum(not torch.equal(codes, old) for (codes, _), old in zip(made, before, strict=True)) == LINEARS
     wrapped.save_pretrained(tmp_path / "adapter")
-    load_4bit(folder).save_pretrained(tmp_path / "base")
+    load_4bit(folder, quant_type).save_pretrained(tmp_path / "base")
     fsdp.save_pretrained(wrapped, tmp_path / "saved", merge=True)
-    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "command"), "--to", "4bit"]
+    arguments = [str(tmp_path / "base"), str(tmp_path / "adapter"), str(tmp_path / "command"), "--to", quant_type]
     assert main(["merge", *arguments, "--merge-aware"]) == 0
     merged = wrapped.merge_and_unload()
     merged.save_pretrained(tmp_path / "unloaded")
     files = [of_files(tmp_path / name) for name in ("saved", "command", "unloaded")]
+    of_forward = [codes.view(torch.uint8).flatten() for codes, _ in made]
+    written = [tensor.flatten() for name, tensor in files[0].items() if name.endswith("proj.weight")]
+    assert all(any(torch.equal(codes, one) for one in written) for codes in of_forward)
     assert len(files[0]) > LINEARS and all(one.keys() == files[0].keys() for one in files)
     for name, tensor in files[0].items():
         if "quant_state." in name:
@@ -165,6 +169,26 @@ def test_all_ways_of_merging_give_the_bytes_of_the_forward(folder, tmp_path, rsl
     for name in ("saved", "command", "unloaded"):
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, device_map={"": "cpu"})
         assert torch.equal(loaded(input_ids=tokens()).logits, logits), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("quant_type", ["mxfp4", "nvfp4"])
+def test_an_adapter_that_is_not_finite_is_not_merged(folder, tmp_path, quant_type):
+    """Its scales would be no numbers, which no reader takes; the model stays as it is."""
+    wrapped = adapted(folder, quant_type=quant_type).eval()
+    layer = layers(wrapped)[0]
+    with torch.no_grad():
+        layer.lora_A.default.weight[0, 5], layer.lora_B.default.weight[3] = 3e38, 3e38
+    before = layer.base_layer.weight.data.clone()
+    with pytest.raises(ValueError, match=r"W \+ s B A is not finite"):
+        wrapped.merge_adapter()
+    assert torch.equal(layer.base_layer.weight.data, before) and layer.merged_adapters == []
+    with pytest.raises(ValueError, match=r"W \+ s B A is not finite"):
+        fsdp.save_pretrained(wrapped, tmp_path / "out", merge=True)
+    wrapped.save_pretrained(tmp_path / "adapter")
+    load_4bit(folder, quant_type).save_pretrained(tmp_path / "base")
+    words = ["merge", *(str(tmp_path / name) for name in ("base", "adapter", "new")), "--to", "4bit", "--merge-aware"]
+    assert main(words) == 1
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -259,10 +283,11 @@ def test_by_the_switch(folder, caplog):
     assert "does NOT train merge-aware" in caplog.text
 
 
-def test_graphs(folder, monkeypatch):
+@pytest.mark.parametrize("quant_type", ["nf4", "nvfp4"])
+def test_graphs(folder, monkeypatch, quant_type):
     """A recorded step has the losses and adapters of the step as it is; a switch at start_step drops it."""
     monkeypatch.setattr(enabled, "RECORDER", StandIn)
-    plain, recorded = adapted(folder, 3), adapted(folder, 3)
+    plain, recorded = (adapted(folder, 3, quant_type) for _ in range(2))
     graphs.enable(recorded)
     trained(plain, 8), trained(recorded, 8)
     assert graphs.report(recorded).replays >= 2
@@ -313,7 +338,7 @@ def test_other_models_and_arguments():
 
 def test_the_command_wants_4_bits(tmp_path, capsys):
     assert main(["merge", "a", "b", str(tmp_path / "c"), "--merge-aware"]) == 2
-    assert "--merge-aware is for --to 4bit, nf4 or fp4, not bfloat16" in capsys.readouterr().err
+    assert "--merge-aware is for --to 4bit or a format of 4 bits, not bfloat16" in capsys.readouterr().err
 
 
 def test_the_lines_of_the_page(folder):

@@ -8,11 +8,15 @@ import pytest
 import reference
 import torch
 from bitshard import functional, ops
+from bitshard.functions import merge as merging
+from bitshard.functions import microscaled
 from bitshard.functions.merge import merge_4bit
+from bitshard.kinds import INT8, kind_of
 from helpers.alike import agree, by_isa, by_threads
 from ptx import gpu as machine
 
 FORMATS = {"nf4": 0, "fp4": 1}
+SHORT = ("mxfp4", "nvfp4")
 SHAPES = [(24, 128, 64), (7, 33, 64), (40, 96, 32), (5, 1000, 128), (9, 512, 4096), (130, 64, 64)]
 plays = pytest.mark.skipif(
     machine.nvcc() is None or shutil.which("gcc") is None or platform.machine() != "x86_64",
@@ -96,6 +100,115 @@ def test_bytes_of_the_definition(quant_type, nested, N, K, blocksize):
             assert not torch.equal(found["scalar"][0], packed)
 
 
+def short_blocks(N, K, quant_type, storage=torch.uint8):
+    """A weight in MXFP4 or NVFP4; its first rows are larger than the others."""
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N * K)) * 0.02
+    w[: N // 3] *= 7
+    return kind_of(quant_type).quantize(w, quant_storage=storage)
+
+
+def of_short_blocks(packed, state, given):
+    """By the definition: dequantized, added, quantized as `bitshard quantize --type` does."""
+    merged = reference.merge_4bit(functional.dequantize_4bit(packed, _in_float32(state)), given)
+    return state.kind.quantize(merged, quant_storage=packed.dtype)
+
+
+@pytest.mark.parametrize("at_once", [1 << 22, 2048])
+@pytest.mark.parametrize("quant_type", SHORT)
+def test_mxfp4_and_nvfp4_have_the_bytes_of_the_definition(quant_type, at_once, monkeypatch):
+    """On each instruction set; in one panel and in several, whose last one is short."""
+    monkeypatch.setattr(microscaled, "AT_ONCE", at_once)
+    for N, K, ranks, dtype, storage in (
+        (24, 128, (5,), torch.float32, torch.uint8),
+        (7, 33, (1,), torch.bfloat16, torch.float32),
+        (70, 96, (3, 8, 2), torch.float16, torch.bfloat16),
+        (130, 64, (), torch.float32, torch.uint8),
+        (40, 1000, (4,), torch.bfloat16, torch.uint8),
+        (0, 64, (2,), torch.float32, torch.uint8),
+    ):
+        packed, state = short_blocks(N, K, quant_type, storage)
+        given = adapters(N, K, ranks, dtype)
+        wanted = of_short_blocks(packed, state, given)
+        found = by_isa(lambda packed=packed, state=state, given=given: merge_4bit(packed, state, given))
+        for each in found.values():
+            same(each, wanted)
+            assert each[1] == wanted[1] and each[1].kind is state.kind and each[1].shape == (N, K)
+        assert not (ranks and N) or not torch.equal(wanted[0].view(torch.uint8), packed.view(torch.uint8))
+
+
+@pytest.mark.parametrize("quant_type", [*FORMATS, *SHORT])
+def test_values_of_some_rows(quant_type):
+    """Not quantized, on each instruction set; the first of them may be in the middle of a block."""
+    for N, K, row0, rows in ((7, 33, 3, 2), (40, 1000, 0, 40), (9, 4100, 8, 1), (5, 64, 5, 0)):
+        packed, state = short_blocks(N, K, quant_type) if quant_type in SHORT else weight(N, K, 64, quant_type, True)
+        (A, B, s), *_ = given = adapters(N, K, (3,), torch.bfloat16)
+        numbers = (state.blocksize, ops.CODES[quant_type], N, K, row0, rows)
+        of_ranks = torch.tensor([0.0, 0.0, s])
+        found = by_isa(lambda p=packed, t=state, n=numbers: ops.merged_values(p, *t.scales(), A, B, of_ranks, *n))  # noqa: B023
+        dense = functional.dequantize_4bit(packed, _in_float32(state))
+        for values in found.values():
+            assert torch.equal(values, reference.merged_values(dense, given, row0, rows))
+
+
+@pytest.mark.parametrize("quant_type", SHORT)
+def test_no_adapter_changes_nothing_but_the_global_scale(quant_type):
+    """Merged values that are those of W get its bytes: a second merge of nothing is the first."""
+    packed, state = short_blocks(48, 128, quant_type)
+    once = merge_4bit(packed, state, [])
+    same(merge_4bit(*once, []), once)
+    assert torch.equal(functional.dequantize_4bit(*once), functional.dequantize_4bit(packed, state))
+
+
+def test_several_global_scales():
+    """A weight whose halves have global scales of their own, as gate and up of files, gets one of the largest value."""
+    halves = [short_blocks(64, 64, "nvfp4"), short_blocks(64, 64, "nvfp4")]
+    halves[1][1].state2.absmax.mul_(3)
+    packed = torch.cat([codes for codes, _ in halves])
+    absmax, second = (
+        torch.cat([pick(of) for _, of in halves]) for pick in (lambda s: s.absmax, lambda s: s.state2.absmax)
+    )
+    assert second.numel() == 2 and second[0] != second[1]
+    state = kind_of("nvfp4").state(type(halves[0][1]), absmax, second, torch.Size((128, 64)), torch.float32)
+    given = adapters(128, 64)
+    found = merge_4bit(packed, state, given)
+    same(found, of_short_blocks(packed, state, given))
+    largest = reference.merge_4bit(functional.dequantize_4bit(packed, state), given).abs().max()
+    assert found[1].state2.absmax.unique().allclose(largest / 2688, rtol=1e-6)
+
+
+@pytest.mark.parametrize("quant_type", SHORT)
+def test_values_that_are_not_finite_are_seen(quant_type):
+    """Scales say so, without waiting for a GPU; what writes a weight refuses them with the numbers."""
+    packed, state = short_blocks(48, 64, quant_type)
+    for bad in (float("nan"), float("inf")):
+        (A, B, s), *_ = adapters(48, 64)
+        A[2, 40] = bad
+        codes, new = merge_4bit(packed, state, [(A, B, s)])
+        assert not functional.dequantize_4bit(codes, new).isfinite().all()
+        with pytest.raises(ValueError, match=r"W \+ s B A is not finite: (the global|\d+ of \d+ scales)"):
+            merging.require_numbers(new)
+    merging.require_numbers(state)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32], ids=str)
+@pytest.mark.parametrize("quant_type", [*FORMATS, *SHORT])
+def test_an_expert_of_a_stack_has_the_bytes_that_it_has_alone(quant_type, storage):
+    """Whatever the strides of A and B; padding is zeros."""
+    E, N, K = 3, 6, 96
+    settings = {"quant_type": quant_type, "compress_statistics": True, "blocksize": 64} if quant_type in FORMATS else {}
+    values = torch.randn(E, N, K) * torch.tensor([1.0, 5, 0.1]).view(E, 1, 1)
+    packed, state = kind_of(quant_type).stack.quantize(values, quant_storage=storage, **settings)
+    state.checksum = ops.checksum(packed)
+    A, B = torch.randn(E, K, 2).transpose(1, 2), torch.randn(N, 2, E).permute(2, 0, 1)
+    merged, new = merge_4bit(packed, state, [(A, B, 0.3), (B.new_ones(E, 1, K), B[:, :, :1], 0.1)])
+    assert merged.shape == packed.shape and new.kind is state.kind and new.shape == state.shape
+    assert new.checksum is None  # that of other bytes is not kept
+    for e in range(E):
+        given = [(A[e], B[e], 0.3), (torch.ones(1, K), B[e, :, :1], 0.1)]
+        same(functional.expert_of(merged, new, e), merge_4bit(*functional.expert_of(packed, state, e), given))
+    assert new == functional.QuantState.from_dict(new.as_dict(packed=True), device="cpu")
+
+
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32])
 def test_the_container_stays(storage):
     packed, state = weight(7, 33, storage=storage)
@@ -148,6 +261,29 @@ def test_on_the_played_gpu(quant_type, sm):
         assert len(gpu.launches) == 1 and ("any" in gpu.launches[0]) != fast
 
 
+@plays
+@pytest.mark.parametrize("quant_type", [*FORMATS, *SHORT])
+@pytest.mark.parametrize("sm", [90, 75])
+def test_values_on_the_played_gpu(quant_type, sm):
+    """The numbers of the CPU before they are quantized, of some rows; two launches."""
+    gpu = machine.Gpu(sm, 2, seed=6)
+    for N, K, ranks, dtype, row0, rows in (
+        (20, 128, (70, 3), torch.float32, 0, 20),
+        (70, 96, (5,), torch.bfloat16, 32, 38),
+        (33, 33, (4, 1), torch.float16, 31, 2),
+        (8, 4100, (2,), torch.bfloat16, 5, 3),
+    ):
+        packed, state = short_blocks(N, K, quant_type) if quant_type in SHORT else weight(N, K, 64, quant_type, True)
+        of_ranks = torch.tensor([x for r in ranks for x in (*[0.0] * (r - 1), 1.5 / r)])
+        given = adapters(N, K, ranks, dtype)
+        a, b = torch.cat([A for A, _, _ in given]), torch.cat([B for _, B, _ in given], 1)
+        numbers = (state.blocksize, ops.CODES[quant_type], N, K, row0, rows)
+        found = gpu.merged_values(packed, state.scales(), a, b, of_ranks, *numbers)
+        exact = ops.merged_values(packed, *state.scales(), a, b, of_ranks, *numbers)
+        assert torch.equal(found, exact), (N, K)
+        assert len(gpu.launches) == 2 and "add_adapters" in gpu.launches[1], gpu.launches
+
+
 def _plain(state, absmax):
     state = state.clone()
     state.absmax = absmax
@@ -163,6 +299,14 @@ def test_on_a_gpu(device):
         moved = [(A.to(device), B.to(device), s) for A, B, s in given]
         found, new = merge_4bit(packed.to(device), state.to(device), moved)
         same((found.cpu(), new.to("cpu")), wanted)
+    for quant_type in SHORT:
+        for N, K in ((64, 128), (33, 33), (1300, 4096)):
+            packed, state = short_blocks(N, K, quant_type)
+            given = adapters(N, K, (16, 3), torch.bfloat16)
+            wanted = merge_4bit(packed, state, given)
+            moved = [(A.to(device), B.to(device), s) for A, B, s in given]
+            found, new = merge_4bit(packed.to(device), state.clone().to(device), moved)
+            same((found.cpu(), new.to("cpu")), wanted)
 
 
 W, S = weight(8, 64)
@@ -174,6 +318,9 @@ WRONG = [
     (lambda: ops.merge_4bit(W, *S.scales(), A, B, R.double(), 64, 0, 8, 64), "scales has ScalarType 7"),
     (lambda: ops.merge_4bit(W, *S.scales(), A, B, R, 64, 2, 8, 64), "format 2 is neither"),
     (lambda: ops.merge_4bit(W[:-1], *S.scales(), A, B, R, 64, 0, 8, 64), "packed"),
+    (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, 6, 3), "3 rows from row 6 on, the weight has 8"),
+    (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, -1, 3), "3 rows from row -1 on"),
+    (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 3, 8, 64, 0, 8), "format 3 is none of"),
 ]
 
 
@@ -184,11 +331,9 @@ def test_what_does_not_fit_raises(call, words):
 
 
 def test_what_is_refused():
-    stack = functional.quantize_experts_4bit(torch.randn(2, 8, 64), quant_type="nf4")
-    with pytest.raises(ValueError, match="this one is a stack of experts"):
-        merge_4bit(*stack, [])
-    with pytest.raises(ValueError, match="this one is mxfp4"):
-        merge_4bit(*functional.quantize_mxfp4(torch.randn(8, 64)), [])
+    eight = INT8.state(type(S), torch.ones(8), torch.Size((8, 64)), torch.float32)
+    with pytest.raises(ValueError, match="NF4, FP4, MXFP4 and NVFP4 weights, this one is int8"):
+        merge_4bit(torch.zeros(512, dtype=torch.uint8), eight, [])
     with pytest.raises(ValueError, match=r"A is \[2, 32\] and B \[8, 2\], the weight is \[8, 64\]"):
         merge_4bit(W, S, [(A[:, :32], B, 1.0)])
     with pytest.raises(TypeError, match="float64"):

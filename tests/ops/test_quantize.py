@@ -370,6 +370,11 @@ LEAK_CALLS = {
         256,
         512,
     ),
+    "merged_values": lambda a: ops.merged_values(
+        *(a["packed"], *a["scales"], a["x"][:8], a["x"].view(256, 256)[:, :8].contiguous(), a["map"][:8]),
+        *(64, 0, 256, 512, 32, 200),
+    ),
+    "quantize_e2m1": lambda a: ops.quantize_e2m1(a["x"], a["map"][200:201]),
     "quantize_int8": lambda a: ops.quantize_int8(a["x"], 2.0),
     "dequantize_int8": lambda a: ops.dequantize_int8(a["int8"], a["rows"], 256, 512, torch.bfloat16),
     "product_int8": lambda a: ops.product_int8(a["left"], a["int8"]),

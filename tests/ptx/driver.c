@@ -165,6 +165,11 @@ OP(sort_by_expert)
 OP(sum_by_token)
 OP(round_4bit)
 OP(merge_4bit)
+EXPORT int gpu_merged_values(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
+                             float *const values) {
+  const bsh_cuda_context context = context_of("merged_values");
+  return bsh_cuda_merged_values(args, begin, end, values, &context);
+}
 OP(quantize_int8)
 OP(dequantize_int8)
 OP(product_int8)

@@ -397,6 +397,15 @@ class Gpu:
         self.call("merge_4bit", args, tensors=[*tensors, *more])
         return merged, absmax
 
+    def merged_values(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int, row0, rows):
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        values, more = torch.empty(rows, K), [a, b, of_ranks]
+        pointers = (tensor.data_ptr() for tensor in more)
+        args = Merge(weight, *pointers, None, None, N, K, of_ranks.numel(), DTYPES[a.dtype])
+        run = LONG(row0 * K), LONG((row0 + rows) * K), POINTER(values.data_ptr())
+        self.call("merged_values", args, *run, tensors=[*tensors, *more, values])
+        return values
+
     def checksum(self, data: Tensor) -> int:
         total = torch.zeros(1, dtype=torch.int64)
         n = data.numel() * data.element_size()

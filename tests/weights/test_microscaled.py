@@ -8,8 +8,10 @@ import math
 import pickle
 
 import pytest
+import reference
 import torch
 from bitshard import functional, ops
+from bitshard.functions import microscaled
 from bitshard.kinds import kind_of
 from bitshard.nn.linear import Linear4bit
 from bitshard.state import QuantState
@@ -67,6 +69,42 @@ def test_short_ends_are_equal_on_every_instruction_set(quant_type, n):
         assert torch.equal(ops.dequantize_4bit(*arguments).view(-1), wanted)
 
 
+EDGES = (0.0, 5e-39, 1e-45, -1e-38, 1.2e-38, 3.4e38, -2.6e38, 448.0, 6.0, math.nan, math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("whole", [None, 0.00371, 1.0, 2e-38, 1e30])
+def test_the_quantizer_of_cuda_has_the_bytes_of_c(dtype, whole):
+    """By torch, here on the CPU, and by each instruction set; magnitudes of any size, ties, short ends, NaN."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.logspace(-44, 38, 128, dtype=torch.float64).repeat_interleave(32)
+    for values in (
+        torch.randn(4096, generator=generator).double() * sizes,
+        (torch.randint(-56, 57, (4097,), generator=generator) / 8).double(),
+        torch.tensor(EDGES).double().repeat(40)[torch.randperm(480, generator=generator)],
+        torch.randn(33, generator=generator).double(),
+        torch.zeros(0).double(),
+    ):
+        x = values.to(dtype)
+        of = ops.empty(x.device) if whole is None else torch.tensor(whole)
+        wanted = microscaled.quantize_e2m1(x, of)
+        found = by_isa(lambda x=x, of=of: ops.quantize_e2m1(x, of))
+        agree(found)
+        for codes, scales in found.values():
+            assert torch.equal(scales, wanted[1]) and torch.equal(codes, wanted[0])
+
+
+@pytest.mark.parametrize("quant_type", TYPES)
+def test_the_op_has_the_numbers_of_the_reference(quant_type):
+    torch.manual_seed(3)
+    values = torch.randn(32 * 40) * torch.logspace(-8, 8, 40).repeat_interleave(32)
+    for x in (values, values.bfloat16(), torch.randint(-28, 29, (333,)) / 4, torch.zeros(40)):
+        whole = None if quant_type == "mxfp4" else x.abs().max().float() / 2688 + 1e-6
+        codes, scales = ops.quantize_e2m1(x, ops.empty(x.device) if whole is None else whole)
+        wanted, bytes_ = reference.quantize_e2m1(x, whole)
+        assert torch.equal(codes, reference.pack(wanted, 1)) and torch.equal(scales, bytes_)
+
+
 def nearest(value: float, scale: float) -> float:
     """The value of E2M1 that is nearest to value / scale; of two the one of the even code."""
     scaled = value / scale
@@ -102,7 +140,7 @@ def test_nvfp4_is_the_nearest(shape):
     bytes_, whole = state.absmax.view(parts, -1), state.state2.absmax.view(parts, -1)[:, 0]
     finite = SCALE["nvfp4"][1:127].double()
     for part, blocks in enumerate(values.view(parts, -1, 16)):
-        assert whole[part] == blocks.abs().max() / (6 * 448)
+        assert whole[part] == 1 / (1 / (blocks.abs().max() / (6 * 448)))
         for b, block in enumerate(blocks):
             wanted = float(block.abs().max() / 6 / whole[part])
             found = e4m3(int(bytes_[part, b]))
@@ -110,6 +148,19 @@ def test_nvfp4_is_the_nearest(shape):
             scale = float(torch.tensor(found) * whole[part])
             for i, value in enumerate(block.tolist()):
                 assert e2m1(int(codes[part, b, i])) == e2m1(nearest(value, scale)), (part, b, i)
+
+
+def test_every_global_scale_has_a_divisor(device):
+    """compressed-tensors' files have a float32 of which it is the rounded reciprocal; it is near to the quotient."""
+    for exponent in (-100, -20, 0, 60):
+        for step in range(64):
+            largest = torch.full((16,), (1 + step / 64 + 0.003) * 2.0**exponent, device=device)
+            whole = functional.quantize_nvfp4(largest)[1].state2.absmax[0].cpu()
+            assert 1 / (1 / whole) == whole
+            assert torch.allclose(whole, largest[0].cpu() / 2688, rtol=2.0**-22, atol=0)
+    least = torch.full((16,), 1e-42, device=device)  # whose quotient has no reciprocal in float32
+    packed, state = functional.quantize_nvfp4(torch.cat([least, -least]))
+    assert state.state2.absmax[0] > 0 and functional.dequantize_4bit(packed, state).isfinite().all()
 
 
 @pytest.mark.parametrize("quant_type", TYPES)

@@ -14,7 +14,9 @@ from bitshard.calibration.folder import Calibrated, calibrate_folder
 from bitshard.convert.folder import format_of, json_object, quantization_of
 from bitshard.convert.merge import merge_folder
 from bitshard.convert.output import require_new
+from bitshard.formats.kinds import KINDS
 
+_FORMATS = {name for kind in KINDS.values() if kind.bits == 4 for name in kind.quant_types}
 DENSE = ".dense"  # of the folder beside `out`, of merged weights in 16 bits
 
 
@@ -41,15 +43,16 @@ def merge_calibrated(
         options: more keywords of `calibrate_folder`: tune_steps, seed, and bars.
 
     Returns how many modules have got an adapter, and what became of the weights. Errors are those of `merge_folder` and
-    `calibrate_folder`; ValueError for a base that is not in NF4 or FP4; OSError where OUT.dense exists.
+    `calibrate_folder`; ValueError for a base that is not in NF4, FP4, MXFP4 or NVFP4 as bitshard writes them, so also
+    for one in a layout of others; OSError where OUT.dense exists.
     """
     base, out = Path(base), Path(out)
     config = quantization_of(base)
     found = config.get("bnb_4bit_quant_type")
-    if not format_of(base) or found not in ("nf4", "fp4"):
+    if not format_of(base) or found not in _FORMATS:
         raise ValueError(
-            f"{base}: its weights are {found or format_of(base) or 'not quantized'}, and merged ones are calibrated "
-            "in NF4 or FP4: merge into bfloat16, then bitshard quantize --calibrate"
+            f"{base}: its weights are {found or format_of(base) or 'not quantized'}, and merged ones are calibrated in "
+            "NF4, FP4, MXFP4 or NVFP4, in bitshard's own files: merge into bfloat16, then bitshard quantize --calibrate"
         )
     if quant_type not in (None, found):
         raise ValueError(f"{base}: its weights are {found}, and stay {found} when they are merged in 4 bits")

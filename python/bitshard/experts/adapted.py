@@ -56,15 +56,21 @@ class Dense(NamedTuple):
         return grouped_mm(x, delta.to(x.dtype), offs)
 
 
+class Merged(NamedTuple):
+    """Adapters that are in the stack before it multiplies (`bitshard.lora.aware_stack`), in their order."""
+
+    adapters: tuple[LowRank, ...]
+
+
 # What fused adapters add in the forwards that are running: (holder of the stack, what). Of a call, not of the module,
 # which other threads call and which may be copied.
-of_call: ContextVar[tuple[tuple[Any, LowRank], ...]] = ContextVar("of_call", default=())
+of_call: ContextVar[tuple[tuple[Any, LowRank | Merged], ...]] = ContextVar("of_call", default=())
 
 
 _running: list[None] = []  # one for each such forward of all threads: Dynamo reads no context variable
 
 
-def begin_call(held: Any, added: LowRank) -> Token:
+def begin_call(held: Any, added: LowRank | Merged) -> Token:
     """In the forward that begins `added` is added to the stack of `held`; what `end_call` wants."""
     _running.append(None)
     return of_call.set((*of_call.get(), (held, added)))
@@ -76,7 +82,7 @@ def end_call(begun: Token) -> None:
     _running.pop()
 
 
-def added_in_call(held: Any) -> tuple[LowRank, ...]:
+def added_in_call(held: Any) -> tuple[LowRank | Merged, ...]:
     """What fused adapters add to the stack of `held` in the forward that is running."""
     return tuple(added for stack, added in of_call.get() if stack is held) if _running else ()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bitshard import ops
 from bitshard.experts import lora
-from bitshard.experts.adapted import AdaptedStack, added_in_call
+from bitshard.experts.adapted import AdaptedStack, Merged, added_in_call
 from bitshard.experts.modules import PackedExperts, stack_names
 from bitshard.products.autograd import grouped_matmul_4bit
 from bitshard.weights import inventory
@@ -158,6 +158,9 @@ def _product(module: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
     x = x.to(held.compute_dtype or dtype)
     bias = None if bias is None else bias.to(x.dtype)
     added = added_in_call(held) if adapted is None else (*added_in_call(held), *adapted.added)
+    if len(added) == 1 and isinstance(added[0], Merged):
+        adapters = [(*one.factors(held.transposed), one.scale) for one in added[0].adapters]
+        return lora.merged_product(x, offs, weight, state, bias, adapters).to(dtype)
     if len(added) == 1 and lora.fits(added[0], x, bias):
         return lora.product(x, offs, weight, state, bias, *added[0].factors(held.transposed), added[0].scale).to(dtype)
     y = grouped_matmul_4bit(x, offs, weight, state, bias)

@@ -7,19 +7,21 @@ product with it needs one copy, [E, r, N].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, pad
 
-from bitshard.experts.adapted import ALIGNED, Dense, LowRank
+from bitshard.experts.adapted import ALIGNED, Dense, LowRank, Merged
 from bitshard.formats.state import QuantState
 from bitshard.functions import functional
+from bitshard.functions.merge import Adapter, merge_4bit
 from bitshard.products.autograd import grouped_matmul_4bit
 
 
-def fits(added: LowRank | Dense, x: Tensor, bias: Tensor | None) -> bool:
+def fits(added: LowRank | Dense | Merged, x: Tensor, bias: Tensor | None) -> bool:
     """Whether `product` multiplies with this: rows of x and y are whole 16 bytes, and no bias is trained."""
     if not isinstance(added, LowRank) or (bias is not None and bias.requires_grad):
         return False
@@ -105,6 +107,68 @@ class GroupedLora4Bit(torch.autograd.Function):
             dx = functional.grouped_linear_4bit_dgrad(dy, offs, packed, state)
             dx.add_(grouped_mm(dxa, _rows(A, dy.dtype), offs=offs))
         return dx, None, None, None, None, dA, dB, None
+
+
+def merged_product(
+    x: Tensor, offs: Tensor, packed: Tensor, state: QuantState, bias: Tensor | None, adapters: Sequence[Adapter]
+) -> Tensor:
+    """[S, N] of the dtype of x: the product with the merged bytes of `functions.merge.merge_4bit`.
+
+    Args:
+        x, offs, packed, state, bias: as of `functional.grouped_linear_4bit`.
+        adapters: A [E, r, K], B [E, N, r] and s of each.
+    """
+    factors = [factor for A, B, _ in adapters for factor in (A, B)]
+    return GroupedMerged4Bit.apply(x, offs, packed, state, bias, tuple(s for _, _, s in adapters), *factors)
+
+
+class GroupedMerged4Bit(torch.autograd.Function):
+    """`merged_product`; gradients of A and B as of W_e + s B_e A_e, of x with the merged codes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        offs: Tensor,
+        packed: Tensor,
+        state: QuantState,
+        bias: Tensor | None,
+        scales: tuple[float, ...],
+        *factors: Tensor,
+    ) -> Tensor:
+        ctx.rest = packed, state, scales, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, offs, *factors)
+        return functional.grouped_linear_4bit(x, offs, *merge_4bit(packed, state, _adapters(factors, scales)), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("a merge-aware stack has no second derivatives (create_graph=True)")
+        packed, state, scales, bias_dtype = ctx.rest
+        x, offs, *factors = ctx.saved_tensors
+        dx = dbias = None
+        dy = dy.contiguous()
+        if ctx.needs_input_grad[0]:
+            codes, new = merge_4bit(packed, state, _adapters(factors, scales))
+            dx = functional.grouped_linear_4bit_dgrad(dy, offs, codes, new)
+        if ctx.needs_input_grad[4]:
+            dbias = state.kind.bias_gradient(dy, state, offs, bias_dtype)
+        found: list[Tensor | None] = []
+        for A, B, s in _adapters(factors, scales):
+            found += _factor_gradients(x, offs, dy, A, B, s) if True in ctx.needs_input_grad[6:] else [None, None]
+        return dx, None, None, None, dbias, None, *found
+
+
+def _adapters(factors: Sequence[Tensor], scales: tuple[float, ...]) -> list[Adapter]:
+    return list(zip(factors[::2], factors[1::2], scales, strict=True))
+
+
+def _factor_gradients(x: Tensor, offs: Tensor, dy: Tensor, A: Tensor, B: Tensor, s: float) -> list[Tensor]:
+    """dA and dB of s B_e (A_e x) in the dtypes of A and B."""
+    with torch.enable_grad():
+        own = [factor.detach().requires_grad_() for factor in (A, B)]
+        y = LowRank(own[1], own[0], s).product(x.detach(), offs, transposed=False)
+        return list(torch.autograd.grad(y, own, dy.to(y.dtype)))
 
 
 def _differentiable(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

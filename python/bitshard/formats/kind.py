@@ -34,6 +34,8 @@ class Kind:
         nests: whether its scales can be quantized, too (`functional.nest`).
         by_blocks: whether rows that are whole blocks get the bytes and scales that the whole weight gives them.
         fuses_lora: whether the C core multiplies x with it and with a LoRA adapter in one call.
+        merge: (packed, state, adapters) -> (packed, state) with LoRA adapters in it, for `functions.merge.merge_4bit`;
+            None where that does not merge.
         quantize: (values, with keywords the settings of `functional.quantize_4bit`) -> (packed, state).
         dequantize: (packed, state, out=None) -> values of state.shape and state.dtype, of a weight that is whole here.
         product: (x [..., K], packed, state, bias or None, offs, threshold) -> x W^T + bias [..., N]; no gradient
@@ -55,6 +57,7 @@ class Kind:
     nests = False
     by_blocks = True
     fuses_lora = False
+    merge: Callable[..., Any] | None = None
     quantize: Callable[..., Any]
     dequantize: Callable[..., Tensor]
     product: Callable[..., Tensor]

@@ -117,7 +117,7 @@ def unfuse(model: nn.Module) -> int:
 
 
 def merge_aware(model: nn.Module, start_step: int | None = 0) -> int:
-    """Let the LoRA layers of `model` on NF4 and FP4 weights multiply with what merging will give, Q(W + s B A).
+    """Let the LoRA layers of `model` on 4-bit weights and stacks multiply with what merging will give, Q(W + s B A).
 
     Gradients go straight through the quantizer. Such a layer merges by the same bytes (`merge_and_unload`,
     `bitshard.fsdp.save_pretrained(merge=True)`, `bitshard merge --to 4bit --merge-aware`): docs/merging.md.
@@ -131,17 +131,16 @@ def merge_aware(model: nn.Module, start_step: int | None = 0) -> int:
         how many layers are merge-aware, or will be. With start_step=None, how many were.
 
     TypeError where `model` is no module; ValueError where it has no such layers, or one that cannot be: DoRA, a bias or
-    dropout of the adapter, 8-bit weights, stacks of experts, formats other than NF4 and FP4. Layers on dense weights
-    stay as they are.
+    dropout of the adapter, 8-bit weights. Layers on dense weights stay as they are.
     """
     found = _layers(model, "merge_aware")
     if start_step is not None and (not isinstance(start_step, int) or start_step < 0):
         raise ValueError(f"bitshard.lora.merge_aware: start_step is {start_step!r}, expected 0 or more, or None")
-    from bitshard.lora import aware
+    from bitshard.lora import aware_switch
 
     if start_step is None:
-        return aware.turn_off(model, found, _without)
-    return aware.turn_on(model, found, start_step, _without)
+        return aware_switch.turn_off(model, found, _without)
+    return aware_switch.turn_on(model, found, start_step, _without)
 
 
 def report(model: nn.Module) -> Report:

@@ -1,4 +1,4 @@
-"""LoRA layers on NF4 and FP4 weights that multiply with what merging will give: Q(W + s B A), made anew in each call.
+"""LoRA layers on 4-bit weights that multiply with what merging will give: Q(W + s B A), made anew in each call.
 
 The merged bytes have one definition (`bitshard.functions.merge`), which the forward, its recomputation, the input
 gradient, `merge` and writers of files call. Gradients go through the quantizer as if it were not there: A and B get
@@ -7,23 +7,19 @@ those of W + s B A, x that of the merged codes. docs/merging.md says when to use
 
 from __future__ import annotations
 
-import functools
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft.tuners.lora import bnb
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bitshard import _C
 from bitshard.formats.state import QuantState, dtype_name
-from bitshard.functions.merge import Adapter, check, merge_4bit
-from bitshard.lora.layer import FOUR, FSDP1, LINEARS, OWN_UNITS, FusedLinear4bit, factor_dtype, weight_of
+from bitshard.functions.merge import Adapter, merge_4bit, require_numbers
+from bitshard.lora.layer import FSDP1, LINEARS, OWN_UNITS, factor_dtype, weight_of
 from bitshard.lora.product import rows_of, scaled
 from bitshard.nn import merged
-from bitshard.nn.linear import Linear4bit as Base
 from bitshard.shards import gather
 from bitshard.weights.inventory import holders_of
 from bitshard.weights.tensor import Params4bit
@@ -105,35 +101,47 @@ class MergeAwareLinear4bit(Peft):
 
     def merged_4bit(self, packed: Tensor, state: QuantState, names: list[str]) -> tuple[Tensor, QuantState]:
         """(packed codes, state) of a whole weight with these adapters in it, in the order of their names."""
-        adapters = [(_gathered(A), _gathered(B), s) for A, B, s in adapters_of(self, names)]
-        return merge_4bit(packed, state, adapters)
+        return merged_whole(packed, state, adapters_of(self, names))
 
-    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """As peft's, with the bytes of the forward; all adapters at once."""
-        chosen = check_adapters_to_merge(self, adapter_names)
-        names = sorted(name for name in chosen if name in self.lora_A)
-        if not names:
-            return
-        base = self.get_base_layer()
-        weight, held = base.weight, next(iter(holders_of(base)), None)
-        if held is None:  # what stands for the layer while its weight is written elsewhere
-            codes, state = self.merged_4bit(weight.detach().as_subclass(Tensor), weight.quant_state, names)
-            base.weight = Params4bit.of_state(codes, state, weight.quant_storage, None)
-            self.merged_adapters.extend(names)
-            return
-        with merged.merges(held, self, names, safe_merge):
-            codes, state = self.merged_4bit(*_whole(held, weight), names)
-            if safe_merge and not torch.isfinite(state.absmax.float()).all():
-                raise ValueError(f"NaNs detected in the merged weights. The adapters {names} seem to be broken")
-            base.weight = Params4bit.of_state(codes, state, held.storage, held.layer)
+        merge_into(self, "weight", safe_merge, adapter_names)
 
 
 MergeAwareLinear4bit.__name__ = MergeAwareLinear4bit.__qualname__ = "Linear4bit"  # as peft prints its layers
 Linear4bit = MergeAwareLinear4bit  # pickles name it so
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+@torch.no_grad()
+def merge_into(layer: Any, name: str, safe_merge: bool, adapter_names: list[str] | None) -> None:
+    """`merge` of a merge-aware layer of peft around the weight `name`: all adapters in one assignment."""
+    chosen = check_adapters_to_merge(layer, adapter_names)
+    names = sorted(adapter for adapter in chosen if adapter in layer.lora_A)
+    if not names:
+        return
+    base = layer.get_base_layer()
+    weight, held = getattr(base, name), next((held for held in holders_of(base) if held.name == name), None)
+    if held is None:  # what stands for the layer while its weight is written elsewhere
+        codes, state = layer.merged_4bit(weight.detach().as_subclass(Tensor), weight.quant_state, names)
+        setattr(base, name, Params4bit.of_state(codes, state, weight.quant_storage, None))
+        layer.merged_adapters.extend(names)
+        return
+    with merged.merges(held, layer, names, safe_merge):
+        codes, state = layer.merged_4bit(*_whole(held, weight), names)
+        if safe_merge and not torch.isfinite(state.absmax.float()).all():
+            raise ValueError(f"NaNs detected in the merged weights. The adapters {names} seem to be broken")
+        setattr(base, name, Params4bit.of_state(codes, state, held.storage, held.layer))
+
+
+def merged_whole(packed: Tensor, state: QuantState, adapters: list[Adapter]) -> tuple[Tensor, QuantState]:
+    """`merge_4bit` of a whole weight with adapters that ranks may have parts of; ValueError unless all is finite."""
+    codes, new = merge_4bit(packed, state, [(gathered(A), gathered(B), s) for A, B, s in adapters])
+    require_numbers(new)
+    return codes, new
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A or B, whole also where FSDP2 has sharded it; then a collective."""
     return gather.whole(tensor) if gather.is_dtensor(tensor) else tensor
 
 
@@ -190,92 +198,3 @@ def why_not(layer: Any, name: str) -> str | None:
         if weight_of(vars(part), True) is None:
             return "its A or B is no plain tensor"
     return None
-
-
-# ---- turning it on ----
-
-
-def turn_on(model: nn.Module, layers: dict[str, Any], start_step: int, without: Any) -> int:
-    """Make `layers`, LoRA layers of `model`, merge-aware now or after that many optimizer steps; how many there are."""
-    able = {name: layer for name, layer in layers.items() if _is_4bit(name, layer)}
-    for name, layer in able.items():
-        for adapter in layer.lora_A:
-            if (words := why_not(layer, adapter)) is not None:
-                raise ValueError(f"bitshard.lora.merge_aware: {name}, adapter {adapter!r}: {words}")
-    if not able:
-        raise ValueError(
-            f"bitshard.lora.merge_aware: none of the {len(layers)} LoRA layers of this {type(model).__name__} is on an "
-            "NF4 or FP4 weight: load the model with load_in_4bit=True"
-        )
-    turn_off(model, layers, without)
-    if start_step > 0:
-        _count_steps()
-        _waiting[model] = _Waiting(list(able.values()), start_step)
-    else:
-        _switch(able.values())
-    return len(able)
-
-
-def turn_off(model: nn.Module, layers: dict[str, Any], without: Any) -> int:
-    """Give these layers peft's forward and `merge` again; how many had another. without: of `bitshard.lora`."""
-    _waiting.pop(model, None)
-    aware = [layer for layer in layers.values() if isinstance(layer, MergeAwareLinear4bit)]
-    for layer in aware:
-        layer.__class__ = without(type(layer), MergeAwareLinear4bit, Peft)
-        del layer.merge_aware
-    return len(aware)
-
-
-def _switch(layers: Any) -> None:
-    for layer in layers:
-        layer.merge_aware = {name: part.weight.dtype for name, part in layer.lora_A.items()}
-        layer.__class__ = MergeAwareLinear4bit
-
-
-def _is_4bit(name: str, layer: Any) -> bool:
-    """Whether a LoRA layer can be merge-aware; False on a dense weight. ValueError on another packed one."""
-    base = layer.get_base_layer()
-    held = next((held for held in holders_of(base) if getattr(layer, "parameter_name", held.name) == held.name), None)
-    if held is None:
-        return False
-    try:
-        if held.state is not None:
-            check(held.state)
-        if not isinstance(base, Base) or not isinstance(layer, Peft):
-            raise ValueError(f"a {type(layer).__name__} of peft on a {type(base).__name__}, expected Linear4bit layers")
-        if type(layer) not in (Peft, FusedLinear4bit, MergeAwareLinear4bit):
-            raise ValueError(
-                f"its class is {type(layer).__module__}.{type(layer).__name__}: call merge_aware before FSDP"
-            )
-        if Peft.forward is not FOUR.forward:
-            raise ValueError("the forward of peft's layer has been replaced, as unsloth does")
-    except ValueError as error:
-        raise ValueError(f"bitshard.lora.merge_aware: {name}: {error}") from None
-    return True
-
-
-class _Waiting(NamedTuple):
-    """Layers that become merge-aware when an optimizer has stepped `left` more times: after a backward."""
-
-    layers: list[Any]
-    left: int
-
-
-_waiting: weakref.WeakKeyDictionary[nn.Module, _Waiting] = weakref.WeakKeyDictionary()
-
-
-def _stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """An optimizer of the process has stepped: of a model that waits?"""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for model, (layers, left) in list(_waiting.items()):
-        if not any(parameter.requires_grad and id(parameter) in stepped for parameter in model.parameters()):
-            continue
-        _waiting[model] = _Waiting(layers, left - 1)
-        if left <= 1:
-            del _waiting[model]
-            _switch(layers)
-
-
-@functools.cache
-def _count_steps() -> None:
-    register_optimizer_step_post_hook(_stepped)

@@ -51,6 +51,8 @@ def never(layer: nn.Module) -> str | None:
     base = layer.get_base_layer()
     if not isinstance(base, PackedExperts) or layer.parameter_name not in base.packed_stacks:
         return "its parameter is not 4-bit"
+    if "merge_aware" in vars(layer):
+        return "it is merge-aware"
     return None if type(layer) is Peft or isinstance(layer, FusedParamWrapper) else f"its class is {type(layer)}"
 
 

@@ -136,7 +136,7 @@ def converted(piece: Piece, tensors: dict[Any, Any], dtype: torch.dtype | None) 
         packed = {name: tensors[name] for name in piece.held}
     elif not any(held.kind.stacked for held in piece.held.values()):
         return _merged(piece, tensors, adapter, others, dtype)
-    elif dtype is None:
+    elif dtype is None or merging.merges_bytes(piece.tuner):
         packed, others = merging.merged_stacks(
             piece.tuner, adapter, {name: tensors[name] for name in piece.held}, others
         )

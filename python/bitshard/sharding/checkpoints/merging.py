@@ -52,7 +52,7 @@ def merged_values(
     values, base = state.kind.dequantize(packed, state), nn.Module()
     base.register_buffer("weight", values)
     layer = _copy(tuner, adapter, base)
-    if hasattr(layer, "merged_4bit"):  # merge-aware: training saw the merged codes
+    if merges_bytes(layer):
         names = [name for name in layer.active_adapters if name not in layer.merged_adapters]
         codes, new = layer.merged_4bit(packed, state, names)
         return new.kind.dequantize(codes, new), others
@@ -76,6 +76,11 @@ def merged_values(
                 raise ValueError(f"{type(tuner).__name__}: lora_bias needs a layer with a bias, this one has none")
             others = {**others, "bias": others["bias"] + layer.lora_B[name].bias * layer.scaling[name]}
     return values, others
+
+
+def merges_bytes(tuner: nn.Module) -> bool:
+    """Whether peft's layer is merge-aware: training saw the merged codes, so dense values are those of them, too."""
+    return hasattr(tuner, "merged_4bit")
 
 
 def merged_stacks(
