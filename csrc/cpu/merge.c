@@ -19,7 +19,7 @@ static void merge_tiles(const int64_t tile_begin, const int64_t tile_end, void *
                                              .dtype = BSH_F32,
                                              .format = weight->format};
     kernels->decode_4bit(
-        &(bsh_decode_run){.weight = weight, .out = values, .begin = begin, .end = end, .dtype = BSH_F32});
+        &(bsh_decode_run){.weight = weight, .out = values, .begin = begin, .end = end, .rows = 1, .dtype = BSH_F32});
     kernels->add_adapters(args, begin, end, values);
     kernels->quantize_4bit(&quantize, 0, divide_up(end - begin, weight->blocksize));
   }
