@@ -207,12 +207,15 @@ enum { DGRAD_ROWS = 4, DGRAD_FLOATS = 8192 };
 /* n_rows rows of W of one group times dy, into sums[m][vector][lane]; returns where the next group's sums are. */
 ALWAYS_INLINE float *add_group(floats w[DGRAD_ROWS][VECTORS], float dy[DGRAD_ROWS][BSH_CPU_SMALL_M], float *sums,
                                const int64_t M, const int n_rows) {
-  for (int64_t m = 0; m < M; m++, sums += GROUP)
+  for (int64_t m = 0; m < M; m++, sums += GROUP) {
+    floats by[DGRAD_ROWS];
+    for (int r = 0; r < n_rows; r++) by[r] = v_set(dy[r][m]);
     for (int j = 0; j < VECTORS; j++) {
       floats sum = v_read(sums + LANES * j);
-      for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], v_set(dy[r][m]), sum);
+      for (int r = 0; r < n_rows; r++) sum = v_fma(w[r][j], by[r], sum);
       v_write(sums + LANES * j, sum);
     }
+  }
   return sums;
 }
 
