@@ -67,11 +67,13 @@ typedef struct {
   float *tile;
 } workspace;
 
-/* Steps of equal length: multiples of PANEL_STEP, none above `most` unless that is less than PANEL_STEP. */
+/* Steps of equal length: multiples of PANEL_STEP, where there is room of two, which are whole blocks of MXFP4 and
+ * NVFP4; none above `most` unless that is less than PANEL_STEP. */
 static int64_t equal_step(const int64_t total, const int64_t most) {
-  const int64_t limit = most < PANEL_STEP ? PANEL_STEP : most / PANEL_STEP * PANEL_STEP;
+  const int64_t unit = most < 2 * PANEL_STEP ? PANEL_STEP : 2 * PANEL_STEP;
+  const int64_t limit = most < unit ? unit : most / unit * unit;
   const int64_t step = divide_up(total, divide_up(total, limit));
-  return min_i64(total, divide_up(step, PANEL_STEP) * PANEL_STEP);
+  return min_i64(total, divide_up(step, unit) * unit);
 }
 
 static bool converts(const product *const p) { return p->compute != p->dtype; }
