@@ -14,11 +14,14 @@
 enum { QUAD = 4, FUSED_M = 4, TILE_M = 6 };
 enum { X_ELEMENTS = 32 << 10, W_COLUMNS = SCALES * GROUP };
 
-/* On the stack of a thread: 114 KiB. */
+/* On the stack of a thread: 122 KiB. */
 typedef struct {
-  __m512i unit_bytes[4][4];     /* byte b of the 256 units of nested scales, flushed */
+  union {
+    __m512i unit_bytes[4][4]; /* byte b of the 256 units of nested scales, flushed */
+    __m256i tables[256];      /* of fine groups: the values of a block whose scale has this byte */
+  };
   uint16_t x[X_ELEMENTS];       /* [tile][group][row of the tile][GROUP] */
-  uint16_t w[QUAD * W_COLUMNS]; /* [group][half][row of the quad][GROUP / 2] */
+  uint16_t w[QUAD * W_COLUMNS]; /* [group][row of the quad][GROUP] */
   float scales[QUAD][SCALES];
   float sums[BLOCK_ROWS * BSH_CPU_SMALL_M]; /* [quad][row of x][row of the quad] */
 } workspace;
@@ -26,7 +29,9 @@ typedef struct {
 /* Four rows of W, n_groups groups of each. */
 typedef struct {
   const uint8_t *packed[QUAD];
-  const float *scales[QUAD]; /* one for each group */
+  const float *scales[QUAD]; /* one for each group; fine groups have codes, one for each block of 1 << shift */
+  const uint8_t *code[QUAD];
+  int shift;
   int64_t n_groups;
   int64_t ahead; /* bytes from here to what comes next: hardware prefetchers stop at the end of a page */
 } quad;
@@ -45,34 +50,29 @@ static tile get_tile(const int64_t M, const int64_t i) {
   return (tile){FUSED_M + begin, i * rest / n - begin};
 }
 
-/* A group in registers: half h holds nibbles 2 h (lanes 0 to 15) and 2 h + 1 (lanes 16 to 31) of the 16 words. */
-ALWAYS_INLINE __m512i nibble_shift(const int half) {
-  return _mm512_inserti64x4(_mm512_set1_epi16((short)(8 * half)), _mm256_set1_epi16((short)(8 * half + 4)), 1);
+/* 32 codes, half a group: lanes 8 n to 8 n + 7 hold the nibbles n of the 8 words. */
+ALWAYS_INLINE __m512i load_nibbles(const uint8_t *const packed) {
+  const __m512i shift = _mm512_setr_epi64(0, 0, 4, 4, 8, 8, 12, 12) * 0x0001000100010001; /* of words */
+  return _mm512_srlv_epi16(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)packed)), shift);
 }
 
-ALWAYS_INLINE void load_nibbles(const uint8_t *const packed, __m512i codes[2]) {
-  const __m512i words = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)packed));
-  codes[0] = _mm512_srlv_epi16(words, nibble_shift(0));
-  codes[1] = _mm512_srlv_epi16(words, nibble_shift(1));
+/* n elements in order -> out[group * step][half][lane], in the order of load_nibbles. */
+static void arrange(const uint16_t *const in, const int64_t n, const int64_t step, uint16_t *out) {
+  static const int16_t nibble_element[4] = {1, 0, 3, 2};
+  int16_t element[32];
+  for (int lane = 0; lane < 32; lane++) element[lane] = (int16_t)(4 * (lane % 8) + nibble_element[lane / 8]);
+  const __m512i order = _mm512_loadu_si512(element);
+  for (int64_t i = 0; i < n; i += GROUP, out += step) {
+    _mm512_store_si512(out, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(in + i)));
+    _mm512_store_si512(out + 32, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(in + i + 32)));
+  }
 }
 
-/* Columns [k0, k0 + n) of some rows of x -> out[group][row][half][lane], in the order of load_nibbles. */
+/* Columns [k0, k0 + n) of some rows of x -> out[group][row][GROUP], arranged. */
 static void arrange_x(const bsh_product_args *const args, const tile rows, const int64_t k0, const int64_t n,
                       uint16_t *const out) {
-  int16_t element[2][32];
-  for (int half = 0; half < 2; half++)
-    for (int lane = 0; lane < 32; lane++)
-      element[half][lane] = (int16_t)(4 * (lane % 16) + nibble_element[2 * half + lane / 16]);
-  const __m512i first = _mm512_loadu_si512(element[0]), second = _mm512_loadu_si512(element[1]);
-  for (int64_t t = 0; t < rows.n; t++) {
-    const uint16_t *const x = (const uint16_t *)args->x + (rows.begin + t) * args->ldx + k0;
-    for (int64_t i = 0; i < n; i += GROUP) {
-      const __m512i low = _mm512_loadu_si512(x + i), high = _mm512_loadu_si512(x + i + 32);
-      uint16_t *const to = out + i * rows.n + t * GROUP;
-      _mm512_store_si512(to, _mm512_permutex2var_epi16(low, first, high));
-      _mm512_store_si512(to + 32, _mm512_permutex2var_epi16(low, second, high));
-    }
-  }
+  for (int64_t t = 0; t < rows.n; t++)
+    arrange((const uint16_t *)args->x + (rows.begin + t) * args->ldx + k0, n, rows.n * GROUP, out + t * GROUP);
 }
 
 /* For nested_scales. */
@@ -143,6 +143,26 @@ ALWAYS_INLINE BF16_TARGET __m512i values_bf16(const floats units, const float sc
   return (__m512i)_mm512_cvtne2ps_pbh(values, values);
 }
 
+BF16_TARGET static void make_word_tables(const bsh_weight *const weight, __m256i tables[256]) {
+  const floats units = v_read(format_values(weight->format));
+  for (int byte = 0; byte < 256; byte++) {
+    floats values;
+    values_of_byte(&units, &weight->scales, byte, BSH_BF16, &values);
+    tables[byte] = (__m256i)_mm512_cvtneps_pbh(values);
+  }
+}
+
+/* Half h of a group whose first block has the scale code[0]; each 16 elements have a table of their own, or the same.
+ */
+ALWAYS_INLINE __m512i decode_fine(const __m512i codes, const __m256i *const tables, const uint8_t *const code,
+                                  const int shift, const int h) {
+  const __m512i second = _mm512_broadcast_i32x4(_mm_setr_epi16(0, 0, 0, 0, 16, 16, 16, 16));
+  const __m512i index = _mm512_ternarylogic_epi32(codes, _mm512_set1_epi16(15), second, 0xEA); /* codes & 15 | second */
+  const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(tables[code[32 * h >> shift]]),
+                                          tables[code[(32 * h + 16) >> shift]], 1);
+  return _mm512_permutexvar_epi16(index, both);
+}
+
 /* Adds the lane sums of acc[T * QUAD] to sums. */
 ALWAYS_INLINE void add_quad_sums(const floats acc[QUAD * TILE_M], float *const sums, const int T) {
   UNROLL for (int first = 0; first < QUAD * T; first += 16) {
@@ -152,14 +172,16 @@ ALWAYS_INLINE void add_quad_sums(const floats acc[QUAD * TILE_M], float *const s
   }
 }
 
-/* T rows of x times a quad that is decoded here; with `keep` also to w. */
-ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const floats units, const uint16_t *x, uint16_t *w,
-                                               float *const sums, const int T, const bool keep) {
-  const uint8_t *packed[QUAD];
+/* T rows of x times a quad that is decoded here; with `keep` also to w. tables: of fine groups, else NULL. */
+ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const __m256i *const tables, const floats units,
+                                               const uint16_t *x, uint16_t *w, float *const sums, const int T,
+                                               const bool keep) {
+  const int64_t n_groups = q->n_groups, ahead = q->ahead, step = GROUP >> q->shift;
+  const uint8_t *packed[QUAD], *code[QUAD];
   const float *scales[QUAD];
-  const int64_t n_groups = q->n_groups, ahead = q->ahead;
   UNROLL for (int r = 0; r < QUAD; r++) {
     packed[r] = q->packed[r];
+    code[r] = q->code[r];
     scales[r] = q->scales[r];
   }
   floats acc[QUAD * TILE_M];
@@ -169,13 +191,14 @@ ALWAYS_INLINE BF16_TARGET void multiply_packed(const quad *const q, const floats
     UNROLL for (int t = 0; t < T; t++) UNROLL for (int h = 0; h < 2; h++) halves[h][t] =
         (__m512bh)_mm512_load_si512(x + t * GROUP + 32 * h);
     UNROLL for (int r = 0; r < QUAD; r++) {
-      __m512i codes[2];
-      load_nibbles(packed[r] + g * (GROUP / 2), codes);
-      _mm_prefetch((const char *)packed[r] + g * (GROUP / 2) + ahead, _MM_HINT_T1);
-      const __m512i values = values_bf16(units, scales[r][g]);
+      const uint8_t *const from = packed[r] + g * (GROUP / 2);
+      _mm_prefetch((const char *)from + ahead, _MM_HINT_T1);
+      const __m512i values = tables ? _mm512_setzero_si512() : values_bf16(units, scales[r][g]);
       UNROLL for (int h = 0; h < 2; h++) {
-        const __m512i decoded = _mm512_permutexvar_epi16(codes[h], values);
-        if (keep) _mm512_store_si512(w + (h * QUAD + r) * 32, decoded);
+        const __m512i codes = load_nibbles(from + 16 * h);
+        const __m512i decoded = tables ? decode_fine(codes, tables, code[r] + g * step, q->shift, h)
+                                       : _mm512_permutexvar_epi16(codes, values);
+        if (keep) _mm512_store_si512(w + r * GROUP + 32 * h, decoded);
         UNROLL for (int t = 0; t < T; t++) acc[t * QUAD + r] =
             _mm512_dpbf16_ps(acc[t * QUAD + r], (__m512bh)decoded, halves[h][t]);
       }
@@ -192,7 +215,7 @@ ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t
   for (int64_t g = 0; g < n_groups; g++, x += T * GROUP, w += QUAD * GROUP) {
     UNROLL for (int h = 0; h < 2; h++) {
       __m512bh rows[QUAD];
-      UNROLL for (int r = 0; r < QUAD; r++) rows[r] = (__m512bh)_mm512_load_si512(w + (h * QUAD + r) * 32);
+      UNROLL for (int r = 0; r < QUAD; r++) rows[r] = (__m512bh)_mm512_load_si512(w + r * GROUP + h * 32);
       UNROLL for (int t = 0; t < T; t++) {
         const __m512bh half = (__m512bh)_mm512_load_si512(x + t * GROUP + h * 32);
         UNROLL for (int r = 0; r < QUAD; r++) acc[t * QUAD + r] = _mm512_dpbf16_ps(acc[t * QUAD + r], rows[r], half);
@@ -202,13 +225,21 @@ ALWAYS_INLINE BF16_TARGET void multiply_decoded(const uint16_t *w, const int64_t
   add_quad_sums(acc, sums, T);
 }
 
-BF16_TARGET static void multiply_packed_any(const quad *const q, const floats units, const uint16_t *const x,
-                                            uint16_t *const w, float *const sums, const int64_t T, const bool keep) {
-  if (keep) multiply_packed(q, units, x, w, sums, FUSED_M, true);
-  else if (T == 1) multiply_packed(q, units, x, w, sums, 1, false);
-  else if (T == 2) multiply_packed(q, units, x, w, sums, 2, false);
-  else if (T == 3) multiply_packed(q, units, x, w, sums, 3, false);
-  else multiply_packed(q, units, x, w, sums, FUSED_M, false);
+ALWAYS_INLINE BF16_TARGET void multiply_packed_form(const quad *const q, const __m256i *const tables,
+                                                    const floats units, const uint16_t *const x, uint16_t *const w,
+                                                    float *const sums, const int64_t T, const bool keep) {
+  if (keep) multiply_packed(q, tables, units, x, w, sums, FUSED_M, true);
+  else if (T == 1) multiply_packed(q, tables, units, x, w, sums, 1, false);
+  else if (T == 2) multiply_packed(q, tables, units, x, w, sums, 2, false);
+  else if (T == 3) multiply_packed(q, tables, units, x, w, sums, 3, false);
+  else multiply_packed(q, tables, units, x, w, sums, FUSED_M, false);
+}
+
+BF16_TARGET static void multiply_packed_any(const quad *const q, const __m256i *const tables, const floats units,
+                                            const uint16_t *const x, uint16_t *const w, float *const sums,
+                                            const int64_t T, const bool keep) {
+  if (tables) multiply_packed_form(q, tables, units, x, w, sums, T, keep);
+  else multiply_packed_form(q, NULL, units, x, w, sums, T, keep);
 }
 
 BF16_TARGET static void multiply_decoded_any(const uint16_t *const w, const int64_t n_groups, const uint16_t *const x,
@@ -221,40 +252,49 @@ BF16_TARGET static void multiply_decoded_any(const uint16_t *const w, const int6
   else multiply_decoded(w, n_groups, x, sums, 6);
 }
 
-/* Any scales. */
-static void decode_quad(const quad *const q, const floats units, const bsh_weight *const weight, uint16_t *w) {
-  for (int64_t g = 0; g < q->n_groups; g++, w += QUAD * GROUP)
-    for (int r = 0; r < QUAD; r++) {
-      __m512i codes[2];
-      load_nibbles(q->packed[r] + g * (GROUP / 2), codes);
-      floats scaled;
-      const int64_t element = 2 * (q->packed[r] - weight->packed) + g * GROUP;
-      scaled_values(&units, weight, BSH_BF16, q->scales[r][g], element / weight->blocksize, &scaled);
-      const table_16bit values = make_table(&scaled, BSH_BF16);
-      for (int h = 0; h < 2; h++)
-        _mm512_store_si512(w + (h * QUAD + r) * 32, _mm512_permutexvar_epi16(codes[h], values));
-    }
+/* Rows [row, row + QUAD) of W, columns [k0, k0 + n), with any scales. */
+static void decode_quad(const bsh_product_args *const args, const int64_t row, const int64_t k0, const int64_t n,
+                        uint16_t *const w) {
+  uint16_t natural[W_COLUMNS];
+  for (int r = 0; r < QUAD; r++) {
+    const int64_t begin = min_i64(row + r, args->N - 1) * args->K + k0;
+    decode_run(&(bsh_decode_run){
+        .weight = &args->weight, .out = natural, .begin = begin, .end = begin + n, .rows = 1, .dtype = BSH_BF16});
+    arrange(natural, n, QUAD * GROUP, w + r * GROUP);
+  }
+}
+
+/* Scales of row r of a quad, from element `begin` on. False where they allow decode_quad only. */
+static bool find_scales(const bsh_product_args *const args, workspace *const own, const int64_t begin, const int64_t n,
+                        const bool fine, quad *const q, const int r) {
+  if (fine) {
+    q->code[r] = args->weight.scales.absmax_code + (begin >> q->shift);
+    return has_one_factor(&args->weight, q->shift, begin, n);
+  }
+  q->scales[r] = group_scales(&args->weight, own->unit_bytes, begin, q->n_groups, own->scales[r]);
+  return all_ordinary(q->scales[r], q->n_groups);
 }
 
 /* Rows [row, row + QUAD) of W times all of x, columns [k0, k0 + n): adds to sums. */
 static void add_quad(const bsh_product_args *const args, workspace *const own, const int64_t row, const int64_t k0,
                      const int64_t n, const int64_t ahead, float *const sums) {
+  const bool fine = args->weight.blocksize < GROUP;
   const floats units = v_read(format_values(args->weight.format));
-  quad q = {.n_groups = n / GROUP, .ahead = ahead};
+  quad q = {.n_groups = n / GROUP, .ahead = ahead, .shift = __builtin_ctzll((uint64_t)args->weight.blocksize)};
   bool ordinary = true;
   for (int r = 0; r < QUAD; r++) {
     const int64_t begin = min_i64(row + r, args->N - 1) * args->K + k0;
     q.packed[r] = args->weight.packed + begin / 2;
-    q.scales[r] = group_scales(&args->weight, own->unit_bytes, begin, q.n_groups, own->scales[r]);
-    ordinary = ordinary && all_ordinary(q.scales[r], q.n_groups);
+    ordinary &= find_scales(args, own, begin, n, fine, &q, r);
     prefetch_scales(&args->weight, begin + 2 * ahead, n);
   }
-  if (!ordinary) decode_quad(&q, units, &args->weight, own->w);
+  if (!ordinary) decode_quad(args, row, k0, n, own->w);
   for (int64_t i = 0; i < count_tiles(args->M); i++) {
     const tile rows = get_tile(args->M, i);
     const uint16_t *const x = own->x + rows.begin * n;
     float *const to = sums + QUAD * rows.begin;
-    if (i == 0 && ordinary) multiply_packed_any(&q, units, x, own->w, to, rows.n, args->M > FUSED_M);
+    if (i == 0 && ordinary)
+      multiply_packed_any(&q, fine ? own->tables : NULL, units, x, own->w, to, rows.n, args->M > FUSED_M);
     else multiply_decoded_any(own->w, q.n_groups, x, to, rows.n);
   }
 }
@@ -278,7 +318,8 @@ static void store_sums(const bsh_product_args *const args, const int64_t row0, c
 /* Chunks of columns within blocks of rows: x is brought into order once for each. */
 static void linear_bf16(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
   workspace own __attribute__((aligned(64)));
-  split_units(&args->weight.scales, own.unit_bytes);
+  if (args->weight.blocksize < GROUP) make_word_tables(&args->weight, own.tables);
+  else split_units(&args->weight.scales, own.unit_bytes);
   const int64_t step = min_i64(X_ELEMENTS / args->M / GROUP * GROUP, W_COLUMNS);
   int64_t loaded = -1;
   for (int64_t row0 = row_begin; row0 < row_end; row0 += BLOCK_ROWS) {
@@ -302,8 +343,8 @@ static void linear_bf16(const bsh_product_args *const args, const int64_t row_be
 }
 
 static void linear_avx512(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {
-  if (has_whole_groups(&args->weight, args->K) && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16())
-    linear_bf16(args, row_begin, row_end);
+  const bool groups = has_whole_groups(&args->weight, args->K) || has_fine_groups(&args->weight, args->K);
+  if (groups && args->dtype == BSH_BF16 && bsh_cpu_fast_bf16()) linear_bf16(args, row_begin, row_end);
   else linear_by_groups(args, row_begin, row_end);
 }
 

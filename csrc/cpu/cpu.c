@@ -169,6 +169,7 @@ static void dequantize_4bit_runs(const int64_t begin, const int64_t end, void *c
       .out = (char *)args->out + begin * RUN * dtype_size(args->dtype),
       .begin = first + begin * RUN,
       .end = first + min_i64(end * RUN, n),
+      .rows = 1,
       .dtype = args->dtype,
       .stream = n * dtype_size(args->dtype) >= STREAM_BYTES,
   });
@@ -183,6 +184,7 @@ static void dequantize_4bit_rows(const int64_t begin, const int64_t end, void *c
         .out = (char *)args->out + row * args->ld * dtype_size(args->dtype),
         .begin = first,
         .end = first + args->n_columns,
+        .rows = 1,
         .dtype = args->dtype,
     });
   }

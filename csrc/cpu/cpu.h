@@ -113,12 +113,13 @@ int64_t bsh_cpu_small_units(const bsh_product_args *args);
 int64_t bsh_cpu_small_grain(const bsh_product_args *args, int64_t M);
 void bsh_cpu_multiply_small(const bsh_product_args *args, int64_t begin, int64_t end);
 
-/* A run [begin, end) of the flattened W, decoded to out[0 ...]. Each value is rounded to `dtype`; with `as_f32` it is
- * then stored as fp32. `stream`: out is large and not read soon, bypass the cache. */
+/* Runs of the flattened W, [begin, end) and rows - 1 more, each `step` elements after the one before, decoded one after
+ * the other to out[0 ...]. Each value is rounded to `dtype`; with `as_f32` it is then stored as fp32. `stream`: out is
+ * large and not read soon, bypass the cache. */
 typedef struct {
   const bsh_weight *weight;
   void *out;
-  int64_t begin, end;
+  int64_t begin, end, rows, step;
   bsh_dtype dtype;
   bool as_f32, stream;
 } bsh_decode_run;

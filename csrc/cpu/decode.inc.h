@@ -43,15 +43,37 @@ ALWAYS_INLINE void scaled_values(const floats units[HALVES], const bsh_weight *c
   for (int half = 0; half < HALVES; half++) values[half] = v_round_number(dtype, units[half] * v_set(scale));
 }
 
+/* Whether the second level of the scales is one number, for elements [begin, begin + n) that of the first block. */
+ALWAYS_INLINE bool has_one_factor(const bsh_weight *const weight, const int shift, const int64_t begin,
+                                  const int64_t n) {
+  const float *const factors = weight->scales.absmax2;
+  const int64_t last = ((begin + n - 1) >> shift) / BSH_NESTED_BLOCKSIZE;
+  int other = 0;
+  for (int64_t i = (begin >> shift) / BSH_NESTED_BLOCKSIZE; i <= last; i++) other |= !(factors[i] == factors[0]);
+  return !other;
+}
+
+/* The values of a block whose scale has this byte, where has_one_factor: what block_values gives, of any scale. */
+ALWAYS_INLINE void values_of_byte(const floats units[HALVES], const bsh_scales *const scales, const int byte,
+                                  const bsh_dtype dtype, floats values[HALVES]) {
+  const float scale = scales->absmax_map[byte] * scales->absmax2[0] + scales->offset[0];
+  const floats nan = (floats)((ints){0} + 0x7FFFFFFF);
+  for (int half = 0; half < HALVES; half++) {
+    values[half] = v_round(dtype, units[half] * v_set(scale));
+    if (dtype == BSH_F32) values[half] = v_choose(v_equal(values[half], values[half]), values[half], nan);
+  }
+}
+
 /* Elements [begin, end) of one block: 32 of them, or several times as many; begin is even. */
 ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin, const int64_t end, char *out,
                                 const floats values[HALVES], const bsh_dtype dtype, const bool as_f32,
                                 const bool stream) {
   if (as_f32 || dtype == BSH_F32) {
-    for (int64_t i = begin; i < end; i += 32, out += 128) decode32_f32(packed + i / 2, values, out, stream);
+    const table_f32 table = make_f32_table(values);
+    for (int64_t i = begin; i < end; i += 32, out += 128) decode32_f32(packed + i / 2, &table, NULL, out, stream);
   } else {
     const table_16bit table = make_table(values, dtype);
-    for (int64_t i = begin; i < end; i += 32, out += 64) decode32_16bit(packed + i / 2, &table, out, stream);
+    for (int64_t i = begin; i < end; i += 32, out += 64) decode32_16bit(packed + i / 2, &table, NULL, out, stream);
   }
 }
 
@@ -74,18 +96,38 @@ static void decode_edge(const bsh_decode_run *const run, const int64_t begin, co
   }
 }
 
-/* Elements [i, i + 32) of two blocks of 16: each by the values of both. */
+/* What codes of a block are looked up in. */
+typedef union {
+  table_16bit words;
+  table_f32 numbers;
+} value_table;
+
+ALWAYS_INLINE value_table make_value_table(const floats values[HALVES], const bsh_dtype dtype, const bool as_f32) {
+  value_table table;
+  if (as_f32 || dtype == BSH_F32) table.numbers = make_f32_table(values);
+  else table.words = make_table(values, dtype);
+  return table;
+}
+
+/* 32 elements; second: as in cpu/isa/vectors.h. */
+ALWAYS_INLINE void decode32(const uint8_t *const packed, const value_table *const table,
+                            const value_table *const second, char *const out, const bsh_dtype dtype, const bool as_f32,
+                            const bool stream) {
+  if (as_f32 || dtype == BSH_F32) decode32_f32(packed, &table->numbers, second ? &second->numbers : NULL, out, stream);
+  else decode32_16bit(packed, &table->words, second ? &second->words : NULL, out, stream);
+}
+
+/* Elements [i, i + 32) of two blocks of 16. */
 ALWAYS_INLINE void decode_two_blocks(const bsh_weight *const weight, const int64_t i, char *const out,
                                      const floats units[HALVES], const float scales[2], const bsh_dtype dtype,
                                      const bool as_f32) {
-  const int64_t half = 16 * (as_f32 ? 4 : dtype_size(dtype));
-  char second[32 * 4] = {0};
-  floats values[HALVES];
-  scaled_values(units, weight, dtype, scales[0], i / 16, values);
-  decode_block(weight->packed, i, i + 32, out, values, dtype, as_f32, false);
-  scaled_values(units, weight, dtype, scales[1], i / 16 + 1, values);
-  decode_block(weight->packed, i, i + 32, second, values, dtype, as_f32, false);
-  memcpy(out + half, second + half, (size_t)half);
+  value_table tables[2];
+  for (int b = 0; b < 2; b++) {
+    floats values[HALVES];
+    scaled_values(units, weight, dtype, scales[b], i / 16 + b, values);
+    tables[b] = make_value_table(values, dtype, as_f32);
+  }
+  decode32(weight->packed + i / 2, &tables[0], &tables[1], out, dtype, as_f32, false);
 }
 
 /* Edges are apart: with a call in it, the loop over blocks loses its registers. */
@@ -123,9 +165,69 @@ ALWAYS_INLINE void decode_blocks(const bsh_decode_run *const run, const bool as_
   if (stream) end_stream();
 }
 
+/* Rows that are short pieces far apart no hardware prefetcher follows. */
+static void prefetch_row(const bsh_decode_run *const run, const int64_t row) {
+  const bsh_weight *const weight = run->weight;
+  const int64_t begin = run->begin + row * run->step, end = run->end + row * run->step;
+  if (row >= run->rows || run->step == end - begin) return;
+  for (int64_t byte = begin / 2; byte <= (end - 1) / 2; byte += 64) __builtin_prefetch(weight->packed + byte);
+  const int64_t block = begin / weight->blocksize;
+  if (weight->scales.absmax) __builtin_prefetch(weight->scales.absmax + block);
+  else __builtin_prefetch(weight->scales.absmax_code + block);
+}
+
+/* Rows of whole blocks of 16 or 32, by a table for each value that a scale of one byte has. */
+ALWAYS_INLINE void decode_by_tables(const bsh_decode_run *const run, const value_table *const tables, const bool as_f32,
+                                    const bsh_dtype dtype) {
+  const bsh_weight *const weight = run->weight;
+  const int64_t n = run->end - run->begin;
+  char *out = run->out;
+  for (int64_t row = 0; row < run->rows; row++) {
+    const int64_t begin = run->begin + row * run->step;
+    const uint8_t *packed = weight->packed + begin / 2, *code = weight->scales.absmax_code + begin / weight->blocksize;
+    prefetch_row(run, row + 8);
+    for (int64_t i = 0; i < n; i += 32, packed += 16, out += 32 * (as_f32 ? 4 : dtype_size(dtype))) {
+      const value_table *const first = &tables[*code++];
+      if (weight->blocksize == 32) decode32(packed, first, NULL, out, dtype, as_f32, false);
+      else decode32(packed, first, &tables[*code++], out, dtype, as_f32, false);
+    }
+  }
+}
+
+/* Whether that is exact, and shorter than to make a table for each block. */
+static bool has_tables(const bsh_decode_run *const run) {
+  enum { WORTH = 512 }; /* blocks */
+  const bsh_weight *const weight = run->weight;
+  const int64_t n = run->end - run->begin, last = run->begin + (run->rows - 1) * run->step + n;
+  return weight->format == BSH_E2M1 && weight->scales.absmax == NULL && weight->blocksize <= 32 &&
+         run->begin % 32 == 0 && run->step % 32 == 0 && n % 32 == 0 && run->rows * n >= WORTH * weight->blocksize &&
+         has_one_factor(weight, __builtin_ctzll((uint64_t)weight->blocksize), run->begin, last - run->begin);
+}
+
+ALWAYS_INLINE void decode_rows(const bsh_decode_run *const run, const bool as_f32, const bsh_dtype dtype) {
+  if (!run->stream && has_tables(run)) {
+    floats units[HALVES], values[HALVES];
+    value_table tables[256];
+    load_units(BSH_E2M1, units);
+    for (int byte = 0; byte < 256; byte++) {
+      values_of_byte(units, &run->weight->scales, byte, dtype, values);
+      tables[byte] = make_value_table(values, dtype, as_f32);
+    }
+    decode_by_tables(run, tables, as_f32, dtype);
+    return;
+  }
+  bsh_decode_run one = *run;
+  for (int64_t row = 0; row < run->rows; row++) {
+    prefetch_row(run, row + 8);
+    decode_blocks(&one, as_f32, dtype);
+    one.out = (char *)one.out + (run->end - run->begin) * (as_f32 ? 4 : dtype_size(dtype));
+    one.begin += run->step, one.end += run->step;
+  }
+}
+
 static void decode_run(const bsh_decode_run *const run) {
-  if (run->as_f32 || run->dtype == BSH_F32) BY_DTYPE(decode_blocks, run->dtype, run, true);
-  else BY_DTYPE(decode_blocks, run->dtype, run, false);
+  if (run->as_f32 || run->dtype == BSH_F32) BY_DTYPE(decode_rows, run->dtype, run, true);
+  else BY_DTYPE(decode_rows, run->dtype, run, false);
 }
 
 #endif

@@ -67,11 +67,13 @@ typedef struct {
   float *tile;
 } workspace;
 
-/* Steps of equal length: multiples of PANEL_STEP, none above `most` unless that is less than PANEL_STEP. */
+/* Steps of equal length: multiples of PANEL_STEP, where there is room of two, which are whole blocks of MXFP4 and
+ * NVFP4; none above `most` unless that is less than PANEL_STEP. */
 static int64_t equal_step(const int64_t total, const int64_t most) {
-  const int64_t limit = most < PANEL_STEP ? PANEL_STEP : most / PANEL_STEP * PANEL_STEP;
+  const int64_t unit = most < 2 * PANEL_STEP ? PANEL_STEP : 2 * PANEL_STEP;
+  const int64_t limit = most < unit ? unit : most / unit * unit;
   const int64_t step = divide_up(total, divide_up(total, limit));
-  return min_i64(total, divide_up(step, PANEL_STEP) * PANEL_STEP);
+  return min_i64(total, divide_up(step, unit) * unit);
 }
 
 static bool converts(const product *const p) { return p->compute != p->dtype; }
@@ -95,30 +97,18 @@ static void convert_in_rows(const int64_t begin, const int64_t end, void *const 
                       p->in_f32 + m * p->inner, p->inner);
 }
 
-/* Column panels touch a short piece of every row, which no hardware prefetcher follows. */
-static void prefetch_piece(const bsh_weight *const weight, const int64_t begin, const int64_t end) {
-  if (begin >= weight->n) return;
-  const int64_t last = min_i64(end, weight->n) - 1;
-  for (int64_t byte = begin / 2; byte <= last / 2; byte += 64) __builtin_prefetch(weight->packed + byte);
-  const int64_t block = begin / weight->blocksize;
-  if (weight->scales.absmax) __builtin_prefetch(weight->scales.absmax + block);
-  else __builtin_prefetch(weight->scales.absmax_code + block);
-}
-
 static void decode_panel(const product *const p, const int64_t outer0, const int64_t outer_n, void *const panel) {
-  const int64_t rows = p->by_rows ? outer_n : p->inner, columns = p->by_rows ? p->inner : outer_n;
-  const int64_t first = p->by_rows ? outer0 * p->K : outer0;
-  for (int64_t row = 0; row < rows; row++) {
-    if (!p->by_rows) prefetch_piece(p->weight, first + (row + 8) * p->K, first + (row + 8) * p->K + columns);
-    bsh_cpu()->decode_4bit(&(bsh_decode_run){
-        .weight = p->weight,
-        .out = (char *)panel + row * columns * dtype_size(p->compute),
-        .begin = first + row * p->K,
-        .end = first + row * p->K + columns,
-        .dtype = p->dtype,
-        .as_f32 = converts(p),
-    });
-  }
+  const int64_t columns = p->by_rows ? p->inner : outer_n, first = p->by_rows ? outer0 * p->K : outer0;
+  bsh_cpu()->decode_4bit(&(bsh_decode_run){
+      .weight = p->weight,
+      .out = panel,
+      .begin = first,
+      .end = first + columns,
+      .rows = p->by_rows ? outer_n : p->inner,
+      .step = p->K,
+      .dtype = p->dtype,
+      .as_f32 = converts(p),
+  });
 }
 
 static bsh_status plain_mm(const bsh_dtype dtype, const bool add, void *const c, const int64_t ldc, const void *const a,

@@ -9,8 +9,8 @@ enum { TILE = 4096, GRAIN = 4 }; /* elements of a tile, a multiple of every bloc
 static void add_to_tile(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
                         float *const values) {
   const bsh_cpu_kernels *const kernels = bsh_cpu();
-  kernels->decode_4bit(
-      &(bsh_decode_run){.weight = &args->weight, .out = values, .begin = begin, .end = end, .dtype = BSH_F32});
+  kernels->decode_4bit(&(bsh_decode_run){
+      .weight = &args->weight, .out = values, .begin = begin, .end = end, .rows = 1, .dtype = BSH_F32});
   kernels->add_adapters(args, begin, end, values);
 }
 

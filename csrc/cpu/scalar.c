@@ -68,12 +68,14 @@ static void decode_4bit_scalar(const bsh_decode_run *const run) {
   const bsh_dtype out_dtype = run->as_f32 ? BSH_F32 : run->dtype;
   float values[16];
   int64_t block = -1;
-  for (int64_t i = run->begin; i < run->end; i++) {
+  const int64_t n = run->end - run->begin;
+  for (int64_t to = 0; to < run->rows * n; to++) {
+    const int64_t i = run->begin + to / n * run->step + to % n;
     if (i / weight->blocksize != block) {
       block = i / weight->blocksize;
       block_values(weight, run->dtype, block, values);
     }
-    store_f32(run->out, out_dtype, i - run->begin, values[packed_code(weight->packed, i)]);
+    store_f32(run->out, out_dtype, to, values[packed_code(weight->packed, i)]);
   }
 }
 
@@ -109,7 +111,7 @@ enum { TILE = 256 }; /* weights decoded at a time, on the stack */
 static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, const int64_t begin, const int64_t n,
                         float tile[TILE]) {
   decode_4bit_scalar(&(bsh_decode_run){
-      .weight = weight, .out = tile, .begin = begin, .end = begin + n, .dtype = dtype, .as_f32 = true});
+      .weight = weight, .out = tile, .begin = begin, .end = begin + n, .rows = 1, .dtype = dtype, .as_f32 = true});
 }
 
 static void linear_4bit_scalar(const bsh_product_args *const args, const int64_t row_begin, const int64_t row_end) {

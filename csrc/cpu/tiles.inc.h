@@ -32,7 +32,7 @@ static void add_scaled(float *const out, const float *const a, const float scale
 static void decode_tile(const bsh_weight *const weight, const bsh_dtype dtype, const int64_t begin, const int64_t n,
                         float *const tile) {
   decode_run(&(bsh_decode_run){
-      .weight = weight, .out = tile, .begin = begin, .end = begin + n, .dtype = dtype, .as_f32 = true});
+      .weight = weight, .out = tile, .begin = begin, .end = begin + n, .rows = 1, .dtype = dtype, .as_f32 = true});
 }
 
 /* Adds bias, rounds, and writes sums[r * M + m] to y[m, row0 + r]. */

@@ -41,6 +41,8 @@ static owned_weight make_weight(uint64_t *const state, const int64_t n, const in
     w.absmax_code[b] = (uint8_t)random_bits(state);
   }
   for (int64_t b = 0; b < bsh_block_count(blocks, 256); b++) w.absmax2[b] = 0.01f + fabsf(random_unit(state)) * 0.02f;
+  const bool one_factor = format == BSH_E2M1 && random_below(state, 2); /* as MXFP4 and NVFP4 have */
+  for (int64_t b = 0; one_factor && b < bsh_block_count(blocks, 256); b++) w.absmax2[b] = w.absmax2[0];
   w.weight = (bsh_weight){.packed = w.packed, .n = n, .blocksize = blocksize, .format = format};
   if (!nested) w.weight.scales.absmax = w.absmax;
   return w;
@@ -354,7 +356,7 @@ static void compare_linear(uint64_t *const state, const bsh_dtype dtype, const i
   void *const y_threads = buffer(y_bytes), *const dx_threads = buffer(dx_bytes);
   float *const decoded = buffer(4 * N * K);
   bsh_cpu_scalar.decode_4bit(
-      &(bsh_decode_run){.weight = &w.weight, .out = decoded, .end = N * K, .dtype = dtype, .as_f32 = true});
+      &(bsh_decode_run){.weight = &w.weight, .out = decoded, .end = N * K, .rows = 1, .dtype = dtype, .as_f32 = true});
   const linear_case c = {.M = M,
                          .N = N,
                          .K = K,

@@ -95,17 +95,30 @@ def make_weight(N: int, K: int, nested: bool, blocksize: int = 64) -> tuple[torc
     return packed, code, table, absmax2, offset
 
 
-@pytest.mark.parametrize("nested", (False, True))
+def make_fine(N: int, K: int, blocksize: int, factors: int) -> tuple[torch.Tensor, ...]:
+    """The same of E2M1 in blocks of 16 or 32, any bytes of scales; second level of `factors`: 1 as in the formats."""
+    table = ops.table("e4m3" if blocksize == 16 else "e8m0").clone()
+    table[(table.abs() < 2.0**-6) | (table.abs() > 4) | table.isnan()] = 0.0
+    code = torch.randint(256, (-(-N * K // blocksize),), dtype=torch.uint8)
+    absmax2 = (
+        torch.rand(-(-code.numel() // 256)) + 0.01 if factors > 1 else torch.full((-(-code.numel() // 256),), 0.37)
+    )
+    return torch.randint(256, (-(-N * K // 2), 1), dtype=torch.uint8), code, table, absmax2, torch.zeros(1)
+
+
+@pytest.mark.parametrize("kind", ("plain", "nested", "fine", "factors"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_threads_do_not_change_bits(dtype, nested):
+def test_threads_do_not_change_bits(dtype, kind):
     for N, K in ((384, 512), (321, 130), (1, 4096)):
-        weight = make_weight(N, K, nested)
+        fine = kind in ("fine", "factors")
+        weight = make_fine(N, K, 16, 1 if kind == "fine" else 9) if fine else make_weight(N, K, kind == "nested")
+        settings = (16, 2, N, K) if fine else (64, 0, N, K)
         for M in (1, 4, 16, 17, 64):
             x, dy = torch.randn(M, K, generator=torch.manual_seed(M)).to(dtype), torch.ones(M, N, dtype=dtype)
 
-            def both(x=x, dy=dy, weight=weight, size=(N, K)):
-                y = ops.linear_4bit(x, *weight, NONE, 64, 0, *size)
-                return y, ops.linear_4bit_dgrad(dy, *weight, 64, 0, *size)
+            def both(x=x, dy=dy, weight=weight, settings=settings):
+                y = ops.linear_4bit(x, *weight, NONE, *settings)
+                return y, ops.linear_4bit_dgrad(dy, *weight, *settings)
 
             by_isa(lambda both=both: agree(by_threads(both, 1, 2)))
 
@@ -128,15 +141,14 @@ def test_a_biased_product_is_rounded_once(dtype):
                     assert others <= 0.01 * y.numel(), (isa, N, K, M, f"{others} of {y.numel()}")
 
 
-def check_products(M, N, K, blocksize, nested, dtype):
-    """Both products on each instruction set within their bound of float64."""
-    weight = make_weight(N, K, nested, blocksize)
-    w = ops.dequantize_4bit(*weight, blocksize, 0, N, K, dtype).double()
+def check_products(M, N, K, blocksize, dtype, weight, format=0):
+    """Both products on each instruction set within their bound of float64, with the W of the scalar reference."""
+    w = by_isa(lambda: ops.dequantize_4bit(*weight, blocksize, format, N, K, dtype))["scalar"].double()
     x, dy, bias = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), torch.randn(N).to(dtype)
 
     def call():
-        y = ops.linear_4bit(x, *weight, bias, blocksize, 0, N, K)
-        return y, ops.linear_4bit_dgrad(dy, *weight, blocksize, 0, N, K)
+        y = ops.linear_4bit(x, *weight, bias, blocksize, format, N, K)
+        return y, ops.linear_4bit_dgrad(dy, *weight, blocksize, format, N, K)
 
     exact = (x.double() @ w.T + bias.double(), dy.double() @ w)
     sizes = (x.double().abs() @ w.abs().T + bias.double().abs(), dy.double().abs() @ w.abs())
@@ -150,14 +162,24 @@ def check_products(M, N, K, blocksize, nested, dtype):
 def test_linear_is_within_its_bound_of_fp64(dtype):
     for N, K, blocksize in ((96, 256, 64), (50, 98, 64), (33, 320, 4096), (40, 96, 32)):
         for M in (1, 3, 16, 40):
-            check_products(M, N, K, blocksize, True, dtype)
+            check_products(M, N, K, blocksize, dtype, make_weight(N, K, True, blocksize))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("blocksize", (16, 32))
+def test_fine_blocks_are_within_their_bound_of_fp64(blocksize, dtype):
+    """By groups, by tiles (K = 96) and by panels large enough for a table of every scale; one factor and several."""
+    for N, K in ((70, 256), (50, 96), (96, 1024)):
+        for M in (1, 3, 5, 16, 20):
+            for factors in (1, 9):
+                check_products(M, N, K, blocksize, dtype, make_fine(N, K, blocksize, factors), 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_column_is_written_over_another(dtype):
     """Panels of W whose last would be one row or column, which torch 2.10 stores in the wrong places of y or dx."""
     for N, K in ((65, 64), (321, 128), (128, 321), (1, 64), (64, 1), (2, 64), (1041, 32)):
-        check_products(64, N, K, 64, False, dtype)
+        check_products(64, N, K, 64, dtype, make_weight(N, K, False))
 
 
 def run_script(script: str) -> str:

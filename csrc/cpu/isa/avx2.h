@@ -235,6 +235,7 @@ ALWAYS_INLINE table_bytes make_f32_table(const floats values[2]) {
   return table;
 }
 
+typedef table_bytes table_f32;
 typedef table_bytes table_16bit;
 
 ALWAYS_INLINE table_16bit make_table(const floats values[2], const bsh_dtype dtype) {
@@ -266,26 +267,28 @@ ALWAYS_INLINE void store_ymm(char *const out, const __m256i v, const bool stream
 ALWAYS_INLINE void end_stream(void) { _mm_sfence(); }
 
 /* Each 128-bit lane takes the bytes whose codes end up in it. */
-ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table, char *const out,
-                                  const bool stream) {
+ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table,
+                                  const table_16bit *const second, char *const out, const bool stream) {
   const __m256i twice = _mm256_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 8, 8, 9, 9, 10, 10, 11, 11, /* */
                                          4, 4, 5, 5, 6, 6, 7, 7, 12, 12, 13, 13, 14, 14, 15, 15);
-  __m256i words[2];
-  look_up_words(table->byte, spread16(packed, twice), words);
-  store_ymm(out, words[0], stream);
-  store_ymm(out + 32, words[1], stream);
+  const __m256i codes = spread16(packed, twice);
+  __m256i first[2], last[2];
+  look_up_words(table->byte, codes, first);
+  look_up_words((second ? second : table)->byte, codes, last);
+  store_ymm(out, first[0], stream);
+  store_ymm(out + 32, last[1], stream);
 }
 
-ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values[2], char *const out,
-                                const bool stream) {
+ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const table_f32 *const table,
+                                const table_f32 *const second, char *const out, const bool stream) {
   const __m256i twice = _mm256_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13, /* */
                                          2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
-  const table_bytes table = make_f32_table(values);
   const __m256i codes = spread16(packed, twice);
-  __m256i low[2], high[2];
-  look_up_words(table.byte, codes, low);
-  look_up_words(table.byte + 2, codes, high);
-  for (int i = 0; i < 2; i++) {
+  UNROLL for (int i = 0; i < 2; i++) {
+    const table_f32 *const own = i == 1 && second ? second : table;
+    __m256i low[2], high[2];
+    look_up_words(own->byte, codes, low);
+    look_up_words(own->byte + 2, codes, high);
     store_ymm(out + 64 * i, _mm256_unpacklo_epi16(low[i], high[i]), stream);
     store_ymm(out + 64 * i + 32, _mm256_unpackhi_epi16(low[i], high[i]), stream);
   }
@@ -298,20 +301,6 @@ enum { BF16_GROUPS = 1 };
 
 ALWAYS_INLINE int group_element(const int j, const int lane) {
   return 2 * (16 * (lane / 4) + 8 * (j / 2 % 2) + 2 * (lane % 4) + j % 2) + j / 4;
-}
-
-typedef struct {
-  __m256i index[2]; /* of vectors whose bit 1 is clear, and set */
-} block_spread;
-
-ALWAYS_INLINE block_spread make_spread(const int shift) {
-  const __m256i first = _mm256_setr_epi32(0, 0, 0, 0, 32, 32, 32, 32);
-  const __m256i other = _mm256_setr_epi32(16, 16, 16, 16, 48, 48, 48, 48), by = _mm256_set1_epi32(shift);
-  return (block_spread){{_mm256_srlv_epi32(first, by), _mm256_srlv_epi32(other, by)}};
-}
-
-ALWAYS_INLINE floats spread_scales(const block_spread which, const float scales[4], const int j) {
-  return _mm256_permutevar8x32_ps(_mm256_broadcast_ps((const __m128 *)scales), which.index[j / 2 % 2]);
 }
 
 ALWAYS_INLINE group_table make_group_table(const floats scaled[2], const bsh_dtype dtype) {
@@ -337,6 +326,24 @@ ALWAYS_INLINE floats decode_vector(const group_codes *const codes, const group_t
   const __m256i a = low[j / 2 % 2], b = high[j / 2 % 2], even = _mm256_slli_epi32(b, 16);
   if (j % 2) return (floats)_mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xAA);
   return (floats)(dtype == BSH_BF16 ? even : _mm256_blend_epi16(a, even, 0xAA));
+}
+
+/* A table_bytes of one 128-bit lane. */
+typedef struct {
+  __m128i byte[4];
+} block_table;
+
+ALWAYS_INLINE void store_block_table(const floats values[2], block_table *const table) {
+  const table_bytes both = make_f32_table(values);
+  for (int b = 0; b < 4; b++) table->byte[b] = _mm256_castsi256_si128(both.byte[b]);
+}
+
+ALWAYS_INLINE group_table join_tables(const block_table *const quarters[4], const bsh_dtype dtype, const int j) {
+  const block_table *const lower = quarters[j / 2 % 2], *const upper = quarters[2 + j / 2 % 2];
+  group_table table = {{_mm256_setzero_si256(), _mm256_setzero_si256()}};
+  UNROLL for (int b = dtype == BSH_BF16 ? 2 : 0; b < 4; b++) table.byte[b] =
+      _mm256_set_m128i(upper->byte[b], lower->byte[b]);
+  return table;
 }
 
 ALWAYS_INLINE void add_lane_sums(const floats *const v, const int64_t n, float *const sums) {

@@ -231,51 +231,54 @@ ALWAYS_INLINE void store_zmm(char *const out, const __m512i v, const bool stream
 
 ALWAYS_INLINE void end_stream(void) { _mm_sfence(); }
 
-ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table, char *const out,
-                                  const bool stream) {
-  store_zmm(out, _mm512_permutexvar_epi16(spread16(packed), *table), stream);
+ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table,
+                                  const table_16bit *const second, char *const out, const bool stream) {
+  const __m512i codes = spread16(packed);
+  __m512i values = _mm512_permutexvar_epi16(codes, *table);
+  if (second) values = _mm512_mask_permutexvar_epi16(values, 0xFFFF0000, codes, *second);
+  store_zmm(out, values, stream);
 }
 
-ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values[1], char *const out,
-                                const bool stream) {
-  store_zmm(out, (__m512i)_mm512_permutexvar_ps(spread8(packed), values[0]), stream);
-  store_zmm(out + 64, (__m512i)_mm512_permutexvar_ps(spread8(packed + 8), values[0]), stream);
+typedef floats table_f32;
+
+ALWAYS_INLINE table_f32 make_f32_table(const floats values[1]) { return values[0]; }
+
+ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const table_f32 *const table,
+                                const table_f32 *const second, char *const out, const bool stream) {
+  store_zmm(out, (__m512i)_mm512_permutexvar_ps(spread8(packed), *table), stream);
+  store_zmm(out + 64, (__m512i)_mm512_permutexvar_ps(spread8(packed + 8), second ? *second : *table), stream);
 }
 
-/* 32 bytes are 16 lanes of 4 nibbles; nibble j of lane l is element 4 l + nibble_element[j], and vector j holds those.
- */
+/* Vector j has elements 16 j to 16 j + 15, two at a time from each of the two halves of their 8 bytes. */
 typedef floats group_table;
-typedef __m512i group_codes;
+typedef const uint8_t *group_codes;
 enum { BF16_GROUPS = 0 };
-static const int nibble_element[4] = {1, 0, 3, 2};
 
-ALWAYS_INLINE int group_element(const int j, const int lane) { return 4 * lane + nibble_element[j]; }
-
-/* The four codes of a lane have one scale. */
-typedef __m512i block_spread;
-
-ALWAYS_INLINE block_spread make_spread(const int shift) {
-  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60);
-  return _mm512_srlv_epi32(first, _mm512_set1_epi32(shift));
-}
-
-ALWAYS_INLINE floats spread_scales(const block_spread which, const float scales[4], const int j) {
-  (void)j;
-  return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(_mm_loadu_ps(scales)));
+ALWAYS_INLINE int group_element(const int j, const int lane) {
+  return 16 * j + 8 * (lane % 2) + 2 * (lane / 4) + (lane / 2 % 2 == 0);
 }
 
 ALWAYS_INLINE group_table make_group_table(const floats scaled[1], const bsh_dtype dtype) {
   return v_round_number(dtype, scaled[0]);
 }
 
-ALWAYS_INLINE group_codes load_group(const uint8_t *const packed) {
-  return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)packed));
-}
+ALWAYS_INLINE group_codes load_group(const uint8_t *const packed) { return packed; }
 
 ALWAYS_INLINE floats decode_vector(const group_codes *const codes, const group_table *const table,
                                    const bsh_dtype dtype, const int j) {
   (void)dtype;
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(*codes, (unsigned)(4 * j)), *table);
+  const __m512i shift = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
+  const __m512i words = _mm512_broadcastq_epi64(_mm_loadl_epi64((const __m128i *)(*codes + 8 * j)));
+  return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), *table);
+}
+
+typedef floats block_table;
+
+ALWAYS_INLINE void store_block_table(const floats values[1], block_table *const table) { *table = values[0]; }
+
+ALWAYS_INLINE group_table join_tables(const block_table *const quarters[4], const bsh_dtype dtype, const int j) {
+  (void)dtype;
+  return *quarters[j];
 }
 
 /* Adds the sum of the lanes of v[m] to sums[m], m < n <= 16: a transposition by halves instead of 16 reductions. */

@@ -241,6 +241,7 @@ ALWAYS_INLINE table_bytes make_f32_table(const floats values[4]) {
   return table;
 }
 
+typedef table_bytes table_f32;
 typedef table_bytes table_16bit;
 
 ALWAYS_INLINE table_16bit make_table(const floats values[4], const bsh_dtype dtype) {
@@ -268,26 +269,26 @@ ALWAYS_INLINE void look_up_words(const uint8x16_t planes[2], const uint8x16_t co
 /* No store bypasses the cache. */
 ALWAYS_INLINE void end_stream(void) {}
 
-ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table, char *const out,
-                                  const bool stream) {
+ALWAYS_INLINE void decode32_16bit(const uint8_t *const packed, const table_16bit *const table,
+                                  const table_16bit *const second, char *const out, const bool stream) {
   (void)stream;
   const uint8x16x2_t codes = spread16(packed);
   UNROLL for (int i = 0; i < 2; i++) {
     uint16x8_t words[2];
-    look_up_words(table->byte, codes.val[i], words);
+    look_up_words((i == 1 && second ? second : table)->byte, codes.val[i], words);
     memcpy(out + 32 * i, words, sizeof words);
   }
 }
 
-ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const floats values[4], char *const out,
-                                const bool stream) {
+ALWAYS_INLINE void decode32_f32(const uint8_t *const packed, const table_f32 *const table,
+                                const table_f32 *const second, char *const out, const bool stream) {
   (void)stream;
-  const table_bytes table = make_f32_table(values);
   const uint8x16x2_t codes = spread16(packed);
   UNROLL for (int i = 0; i < 2; i++) {
+    const table_f32 *const own = i == 1 && second ? second : table;
     uint16x8_t low[2], high[2];
-    look_up_words(table.byte, codes.val[i], low);
-    look_up_words(table.byte + 2, codes.val[i], high);
+    look_up_words(own->byte, codes.val[i], low);
+    look_up_words(own->byte + 2, codes.val[i], high);
     UNROLL for (int j = 0; j < 2; j++) {
       const uint16x8_t numbers[2] = {vzip1q_u16(low[j], high[j]), vzip2q_u16(low[j], high[j])};
       memcpy(out + 64 * i + 32 * j, numbers, sizeof numbers);
@@ -304,14 +305,6 @@ enum { BF16_GROUPS = 1 };
 
 ALWAYS_INLINE int group_element(const int j, const int lane) {
   return 2 * (8 * (j / 2 % 4) + 2 * lane + j % 2) + j / 8;
-}
-
-typedef int block_spread; /* shift */
-
-ALWAYS_INLINE block_spread make_spread(const int shift) { return shift; }
-
-ALWAYS_INLINE floats spread_scales(const block_spread shift, const float scales[4], const int j) {
-  return vdupq_n_f32(scales[16 * (j / 2 % 4) >> shift]);
 }
 
 ALWAYS_INLINE group_table make_group_table(const floats scaled[4], const bsh_dtype dtype) {
@@ -339,6 +332,17 @@ ALWAYS_INLINE floats decode_vector(const group_codes *const codes, const group_t
   look_up_words(table->byte + 2, nibbles, high);
   const uint16x8_t a = low[j / 2 % 2], b = high[j / 2 % 2];
   return (floats)(j % 2 ? vtrn2q_u16(a, b) : vtrn1q_u16(a, b));
+}
+
+typedef table_bytes block_table;
+
+ALWAYS_INLINE void store_block_table(const floats values[4], block_table *const table) {
+  *table = make_f32_table(values);
+}
+
+ALWAYS_INLINE group_table join_tables(const block_table *const quarters[4], const bsh_dtype dtype, const int j) {
+  (void)dtype;
+  return *quarters[j / 2 % 4];
 }
 
 ALWAYS_INLINE void add_lane_sums(const floats *const v, const int64_t n, float *const sums) {

@@ -29,15 +29,17 @@
  *              v_heap_entry(heap, level, node)                            heap[node], 2^level <= node < 2^(level + 1)
  *   4 bits     encoder  make_encoder(format)  encode(coder, format, x, inverse)      codes of LANES elements
  *              table_16bit  make_table(values, dtype)                     16 values, rounded, as words to look up
- *              decode32_16bit(packed, table, out, stream)                 16 bytes -> 32 values of 16 bits
- *              decode32_f32(packed, values, out, stream)                  16 bytes -> 32 values of fp32
+ *              table_f32  make_f32_table(values)                          the same of fp32, as they are
+ *              decode32_16bit(packed, table, second, out, stream)         16 bytes -> 32 values of 16 bits
+ *              decode32_f32(packed, table, second, out, stream)           16 bytes -> 32 values of fp32
+ *                                                                         second: of the last 16, NULL: the same table
  *              end_stream()                 after results that bypass the cache
  *   64 codes   group_table  make_group_table(scaled, dtype)               16 values to look up, rounded here
  *              group_codes  load_group(packed)                            of 32 bytes
  *              decode_vector(codes, table, dtype, j)                      fp32 of the codes of vector j, j < 64 / LANES
  *              group_element(j, lane)       which of the 64 that lane has
- *              block_spread  make_spread(shift)   blocks of 1 << shift codes, 16 or 32: which of a group's four or two
- * scales spread_scales(spread, scales, j)                           each lane of vector j has; reads four scales
+ *              block_table  store_block_table(values, table)      16 rounded values, to look up codes of a block of 16
+ *              join_tables(quarters, dtype, j)   the group_table of vector j, where each 16 codes have a block_table
  *              BF16_GROUPS                  whether that is faster with bf16 as a constant
  *              add_lane_sums(v, n, sums)    sums[i] += the sum of the lanes of v[i], i < n; n at most REGISTERS / 2
  *   int8       i_load_words(codes)          2 LANES int8 as int16
