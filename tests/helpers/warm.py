@@ -245,7 +245,8 @@ class Server:
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         sys.executable, sys.orig_argv = self.program, [self.program, *request["arguments"]]
-        faulthandler.enable()  # a worker that is aborted says where each of its threads was
+        if "RANK" in os.environ:
+            faulthandler.enable()  # a rank that is aborted says where each of its threads was
         read_again(self.environment)
         leave(interpret(request["arguments"]))
 

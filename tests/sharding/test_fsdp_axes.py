@@ -12,7 +12,7 @@ BROADCAST = (
 CHECKS = (
     *"ranks_that_differ ranks_that_differ_in_scales ranks_agree_once".split(),
     *"replicas_that_differ replicas_agree_once replicas_of_fsdp1_that_differ".split(),
-    *"ddp_of_ranks_that_differ ddp_of_equal_ranks".split(),
+    *"ddp_of_ranks_that_differ ddp_of_equal_ranks what_ranks_bring".split(),
     *"offload checkpointing gather_in_place no_reshard freed_after_use single_layers".split(),
     *"inference_mode eval_modes hsdp".split(),
     *"assign assign_misfits later_gathers dequantize describe replicated".split(),
