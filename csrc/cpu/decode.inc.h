@@ -64,38 +64,6 @@ ALWAYS_INLINE void values_of_byte(const floats units[HALVES], const bsh_scales *
   }
 }
 
-/* Elements [begin, end) of one block: 32 of them, or several times as many; begin is even. */
-ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin, const int64_t end, char *out,
-                                const floats values[HALVES], const bsh_dtype dtype, const bool as_f32,
-                                const bool stream) {
-  if (as_f32 || dtype == BSH_F32) {
-    const table_f32 table = make_f32_table(values);
-    for (int64_t i = begin; i < end; i += 32, out += 128) decode32_f32(packed + i / 2, &table, NULL, out, stream);
-  } else {
-    const table_16bit table = make_table(values, dtype);
-    for (int64_t i = begin; i < end; i += 32, out += 64) decode32_16bit(packed + i / 2, &table, NULL, out, stream);
-  }
-}
-
-/* Up to 31 elements [begin, end), of one block but where blocks have 16. */
-static void decode_edge(const bsh_decode_run *const run, const int64_t begin, const int64_t end) {
-  const bsh_weight *const weight = run->weight;
-  const int64_t size = run->as_f32 ? 4 : dtype_size(run->dtype);
-  floats units[HALVES], values[HALVES];
-  load_units(weight->format, units);
-  for (int64_t from = begin, to; from < end; from = to) {
-    const int64_t b = from / weight->blocksize, first = from & -2;
-    uint8_t packed[16] = {0};
-    char decoded[32 * 4];
-    to = min_i64(end, (b + 1) * weight->blocksize);
-    scaled_values(units, weight, run->dtype, block_scale(&weight->scales, b), b, values);
-    memcpy(packed, weight->packed + first / 2, (size_t)(to - first + 1) / 2);
-    decode_block(packed, 0, 32, decoded, values, run->dtype, run->as_f32, false);
-    memcpy((char *)run->out + (from - run->begin) * size, decoded + (from - first) * size,
-           (size_t)((to - from) * size));
-  }
-}
-
 /* What codes of a block are looked up in. */
 typedef union {
   table_16bit words;
@@ -115,6 +83,35 @@ ALWAYS_INLINE void decode32(const uint8_t *const packed, const value_table *cons
                             const bool stream) {
   if (as_f32 || dtype == BSH_F32) decode32_f32(packed, &table->numbers, second ? &second->numbers : NULL, out, stream);
   else decode32_16bit(packed, &table->words, second ? &second->words : NULL, out, stream);
+}
+
+/* Elements [begin, end) of one block: 32 of them, or several times as many; begin is even. */
+ALWAYS_INLINE void decode_block(const uint8_t *const packed, const int64_t begin, const int64_t end, char *out,
+                                const floats values[HALVES], const bsh_dtype dtype, const bool as_f32,
+                                const bool stream) {
+  const int64_t size = as_f32 ? 4 : dtype_size(dtype);
+  const value_table table = make_value_table(values, dtype, as_f32);
+  for (int64_t i = begin; i < end; i += 32, out += 32 * size)
+    decode32(packed + i / 2, &table, NULL, out, dtype, as_f32, stream);
+}
+
+/* Up to 31 elements [begin, end), of one block but where blocks have 16. */
+static void decode_edge(const bsh_decode_run *const run, const int64_t begin, const int64_t end) {
+  const bsh_weight *const weight = run->weight;
+  const int64_t size = run->as_f32 ? 4 : dtype_size(run->dtype);
+  floats units[HALVES], values[HALVES];
+  load_units(weight->format, units);
+  for (int64_t from = begin, to; from < end; from = to) {
+    const int64_t b = from / weight->blocksize, first = from & -2;
+    uint8_t packed[16] = {0};
+    char decoded[32 * 4];
+    to = min_i64(end, (b + 1) * weight->blocksize);
+    scaled_values(units, weight, run->dtype, block_scale(&weight->scales, b), b, values);
+    memcpy(packed, weight->packed + first / 2, (size_t)(to - first + 1) / 2);
+    decode_block(packed, 0, 32, decoded, values, run->dtype, run->as_f32, false);
+    memcpy((char *)run->out + (from - run->begin) * size, decoded + (from - first) * size,
+           (size_t)((to - from) * size));
+  }
 }
 
 /* Elements [i, i + 32) of two blocks of 16. */

@@ -8,7 +8,9 @@ summed in float64: the same on a CPU and a GPU. NVFP4's global scale is made ane
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +37,11 @@ def merge_4bit(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -
     ValueError for a weight of another kind, and for factors of other shapes; TypeError for other dtypes.
     """
     check(state)
-    if state.kind.stacked:
-        return _by_expert(packed, state, adapters)
+    return state.kind.merge(packed, state, adapters)
+
+
+def _into_one(make: Callable[..., Any], packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -> Any:
+    """One weight: `make` of its bytes, its state and the adapters joined."""
     if state.reordered:
         packed, state = reordered.restored(packed, state)
     N, K = state.shape
@@ -45,7 +50,7 @@ def merge_4bit(packed: Tensor, state: QuantState, adapters: Sequence[Adapter]) -
             raise ValueError(f"merge_4bit: A is {list(A.shape)} and B {list(B.shape)}, the weight is [{N}, {K}]")
     joined = _joined(adapters, packed.device, K, N)
     with torch._C.DisableTorchFunctionSubclass():
-        return state.kind.merge(packed, state, joined)
+        return make(packed, state, joined)
 
 
 def _by_maxima(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
@@ -98,11 +103,8 @@ def _numbers(state: QuantState) -> tuple[int, int, int, int]:
     return state.blocksize, ops.CODES[state.quant_type], *state.shape
 
 
-FOUR_BIT.merge = _by_maxima
-for _kind in (MXFP4, NVFP4):
-    _kind.merge = _by_panels
-for _kind in (FOUR_BIT, MXFP4, NVFP4):
-    _kind.stack.merge = _kind.merge
+for _kind, _make in ((FOUR_BIT, _by_maxima), (MXFP4, _by_panels), (NVFP4, _by_panels)):
+    _kind.merge, _kind.stack.merge = partial(_into_one, _make), _by_expert
 
 
 def _mean(scales: Tensor) -> Tensor:
