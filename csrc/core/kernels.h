@@ -170,6 +170,8 @@ typedef struct {
   float *absmax;       /* f32 [ceil(n / blocksize)] */
   int64_t N, K, R;
   bsh_dtype dtype; /* of a and b */
+  float *mean;     /* f32: of absmax, their sum in fp64 times 1 / their number; NULL: not wanted */
+  double *sums;    /* of each block of threads, where a GPU makes the mean */
 } bsh_merge_4bit_args;
 
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */

@@ -32,9 +32,16 @@ static void merge_tiles(const int64_t tile_begin, const int64_t tile_end, void *
   }
 }
 
+static float mean_of(const float *const scales, const int64_t n) {
+  double sum = 0;
+  for (int64_t i = 0; i < n; i++) sum += scales[i];
+  return (float)(sum * (1.0 / (double)n));
+}
+
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *const args) {
   bsh_merge_4bit_args copy = *args;
   bsh_parallel_for(0, divide_up(args->weight.n, TILE), GRAIN, merge_tiles, &copy);
+  if (args->mean) *args->mean = mean_of(args->absmax, divide_up(args->weight.n, args->weight.blocksize));
   return BSH_OK;
 }
 

@@ -4,7 +4,12 @@
 #include "core/arithmetic.h"
 #include "cuda/sizes/merge.h"
 
-bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
+typedef struct {
+  bsh_cuda_kernel *kernel;
+  int64_t blocks; /* of threads */
+} launch;
+
+static launch launch_of(const bsh_merge_4bit_args *const args) {
   static bsh_cuda_kernel fast[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_", "_nf4"),
                                                 BSH_BY_DTYPE(merge, "merge_4bit_", "_fp4")};
   static bsh_cuda_kernel any[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_any_", "_nf4"),
@@ -12,12 +17,37 @@ bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_
   const bsh_weight *const weight = &args->weight;
   if (weight->blocksize != BSH_MERGE_COLUMNS || args->K % BSH_MERGE_COLUMNS != 0 || !aligned(args->a, 16) ||
       !aligned(weight->packed, 4) || !aligned(args->packed, 4))
-    return bsh_cuda_launch_blocks(context, &any[weight->format][args->dtype],
-                                  divide_up(divide_up(weight->n, weight->blocksize), BSH_MERGE_WARPS),
-                                  BSH_MERGE_THREADS, true, args);
-  return bsh_cuda_launch_blocks(context, &fast[weight->format][args->dtype],
-                                divide_up(args->N, BSH_MERGE_TILE_ROWS) * divide_up(args->K, BSH_MERGE_TILE_COLUMNS),
-                                BSH_MERGE_THREADS, true, args);
+    return (launch){&any[weight->format][args->dtype],
+                    divide_up(divide_up(weight->n, weight->blocksize), BSH_MERGE_WARPS)};
+  return (launch){&fast[weight->format][args->dtype],
+                  divide_up(args->N, BSH_MERGE_TILE_ROWS) * divide_up(args->K, BSH_MERGE_TILE_COLUMNS)};
+}
+
+static bsh_status launch_mean(const bsh_merge_4bit_args *const args, int64_t count,
+                              const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel kernel = BSH_KERNEL(merge, "merge_4bit_mean");
+  const bsh_cuda_launch_shape shape = bsh_overlapping(1, BSH_MERGE_MEAN_THREADS, 1, 0);
+  int64_t scales = divide_up(args->weight.n, args->weight.blocksize);
+  void *arguments[] = {(void *)(uintptr_t)&args->sums, &count, &scales, (void *)(uintptr_t)&args->mean};
+  return bsh_cuda_launch(context, &kernel, &shape, arguments);
+}
+
+static bsh_status launch_both(const bsh_merge_4bit_args *const args, const launch *const found,
+                              const bsh_cuda_context *const context) {
+  BSH_TRY(bsh_cuda_launch_blocks(context, found->kernel, found->blocks, BSH_MERGE_THREADS, true, args));
+  return args->mean == NULL ? BSH_OK : launch_mean(args, found->blocks, context);
+}
+
+bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
+  const launch found = launch_of(args);
+  if (args->mean == NULL) return launch_both(args, &found, context);
+  bsh_cuda_scratch scratch;
+  BSH_TRY(bsh_cuda_scratch_new(context, (int64_t)sizeof(double) * found.blocks, &scratch));
+  bsh_merge_4bit_args summed = *args;
+  summed.sums = scratch.data;
+  const bsh_status status = launch_both(&summed, &found, context);
+  bsh_cuda_scratch_delete(&scratch);
+  return status;
 }
 
 /* Rows decoded by the kernels of cuda/elementwise/blockwise.cu; then the adapters are added in place. */

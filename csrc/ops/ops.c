@@ -37,7 +37,7 @@
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
   X(merge_4bit, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
-    "(Tensor, Tensor)")                                                                                                \
+    "(Tensor, Tensor, Tensor)")                                                                                        \
   X(merged_values, 8,                                                                                                  \
     "(" WEIGHT_ARGUMENTS                                                                                               \
     ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K, int row0, int rows) -> Tensor")     \
@@ -465,20 +465,24 @@ static bsh_status read_merge(bsh_call *const call, bsh_tensor *const packed, bsh
                      (void **)(uintptr_t)&args->scales);
 }
 
-/* Packed bytes like those of the weight, and their scales. */
+/* Packed bytes like those of the weight, their scales, and the mean of these [1] where those of the weight are nested,
+ * else [0]. */
 static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   bsh_merge_4bit_args args;
-  bsh_tensor packed, merged, absmax;
+  bsh_tensor packed, merged, absmax, mean;
   BSH_TRY(read_merge(call, &packed, &args));
   BSH_TRY(check_absmax_format(call->op, args.weight.format));
   const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
   BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
   BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
+  const int64_t n_means = args.weight.scales.absmax == NULL && n_blocks > 0;
+  BSH_TRY(bsh_call_output(call, &packed, 1, &n_means, bsh_torch.dtype_float32, &mean));
   if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
     return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
   if (args.weight.n == 0) return BSH_OK;
   args.packed = merged.data;
   args.absmax = absmax.data;
+  args.mean = n_means ? mean.data : NULL;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
 }
 

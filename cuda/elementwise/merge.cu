@@ -111,7 +111,7 @@ template <int T> __device__ __forceinline__ void decode_row(const part<T> &p, fl
 // a, b: of the lane, at the first of `ranks` ranks.
 template <int T>
 __device__ __forceinline__ void add_ranks(const float4 *a, const float4 *b, int ranks, float (&sum)[T][8]) {
-#pragma unroll 2
+#pragma unroll 1 // more code is slower: benchmarks/results/merged_step_h100_202611.md
   for (int r = 0; r < ranks; r++, a += TILE_COLUMNS / 4, b += B_STRIDE / 4) {
     const float4 low = a[0], high = a[LANES];
     const float of_column[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -152,11 +152,13 @@ template <int T> __device__ __forceinline__ float absmax_of_rows(const float (&v
   return most[0];
 }
 
+// The scale that this lane has written; 0 where it has none.
 template <int FORMAT, int T>
-__device__ __forceinline__ void encode(const bsh_merge_4bit_args &args, const code_encoder<FORMAT> &encoder,
-                                       const part<T> &p, const float (&value)[T][8]) {
+__device__ __forceinline__ float encode(const bsh_merge_4bit_args &args, const code_encoder<FORMAT> &encoder,
+                                        const part<T> &p, const float (&value)[T][8]) {
   const float absmax = absmax_of_rows(value), inverses = exact_reciprocal(absmax);
-  if (p.lane % (LANES / T) == 0 && p.mine() < p.inside) args.absmax[p.at(p.mine()) / (COLUMNS / 2)] = absmax;
+  const bool writes = p.lane % (LANES / T) == 0 && p.mine() < p.inside;
+  if (writes) args.absmax[p.at(p.mine()) / (COLUMNS / 2)] = absmax;
 #pragma unroll
   for (int i = 0; i < T; i++) {
     const float inverse = __shfl_sync(ALL_LANES, inverses, i * (LANES / T), LANES);
@@ -165,6 +167,7 @@ __device__ __forceinline__ void encode(const bsh_merge_4bit_args &args, const co
     for (int j = 0; j < 8; j++) codes = encoder.add_code(codes, multiply_flush(inverse, value[i][j]), shift_of(j));
     if (i < p.inside) *reinterpret_cast<uint32_t *>(args.packed + p.at(i) + 4 * p.lane) = codes;
   }
+  return writes ? absmax : 0.0f;
 }
 
 template <typename T, int FORMAT> struct merging {
@@ -184,11 +187,10 @@ template <typename T, int FORMAT> struct merging {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void one_adapter(const part<GROUP> &p) const {
+  __device__ __forceinline__ float one_adapter(const part<GROUP> &p) const {
     float value[GROUP][8] = {};
-    add_ranks(a, b, min(ranks, CHUNK), value);
-    for (int rank = CHUNK; rank < ranks; rank += CHUNK) {
-      next(rank);
+    for (int rank = 0; rank < ranks; rank += CHUNK) {
+      if (rank > 0) next(rank);
       add_ranks(a, b, min(ranks - rank, CHUNK), value);
     }
     const float s = args.scales[ranks - 1];
@@ -199,29 +201,29 @@ template <typename T, int FORMAT> struct merging {
 #pragma unroll
       for (int j = 0; j < 8; j++) value[i][j] = __fmaf_rn(s, value[i][j], of_row[j]);
     }
-    encode(args, encoder, p, value);
+    return encode(args, encoder, p, value);
   }
 
-  // Half of the rows. Ranks whose scale is not 0 are the last of an adapter.
-  __device__ void adapters(int64_t row, int64_t block, int half) const {
-    const part<GROUP / 2> p(args, row + half * (GROUP / 2), block);
-    float value[GROUP / 2][8], sum[GROUP / 2][8] = {};
+  // Four of the rows. Ranks whose scale is not 0 are the last of an adapter.
+  __device__ float adapters(int64_t row, int64_t block, int four) const {
+    const part<4> p(args, row + four * 4, block);
+    float value[4][8], sum[4][8] = {};
 #pragma unroll
-    for (int i = 0; i < GROUP / 2; i++) decode_row(p, unit, i, value[i]);
+    for (int i = 0; i < 4; i++) decode_row(p, unit, i, value[i]);
     for (int rank = 0; rank < ranks; rank += CHUNK) {
       next(rank);
       for (int r = 0; r < min(ranks - rank, CHUNK); r++) {
-        add_ranks(a + r * (TILE_COLUMNS / 4), b + r * (B_STRIDE / 4) + half * (GROUP / 8), 1, sum);
+        add_ranks(a + r * (TILE_COLUMNS / 4), b + r * (B_STRIDE / 4) + four, 1, sum);
         const float s = args.scales[rank + r];
         if (s == 0.0f) continue;
 #pragma unroll
-        for (int i = 0; i < GROUP / 2; i++) {
+        for (int i = 0; i < 4; i++) {
 #pragma unroll
           for (int j = 0; j < 8; j++) value[i][j] = __fmaf_rn(s, sum[i][j], value[i][j]), sum[i][j] = 0.0f;
         }
       }
     }
-    encode(args, encoder, p, value);
+    return encode(args, encoder, p, value);
   }
 };
 
@@ -241,8 +243,11 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit(con
   several = __syncthreads_or(several);
   const merging<T, FORMAT> of{
       args, f, first, column, f.a + of_columns * (COLUMNS / 4) + lane % LANES, f.b + of_rows / 4};
-  if (!several) return of.one_adapter(p);
-  for (int half = 0; half < 2; half++) of.adapters(row, block, half);
+  double sum = 0;
+  if (several)
+    for (int four = 0; four < GROUP / 4; four++) sum += of.adapters(row, block, four);
+  else sum = of.one_adapter(p);
+  if (args.mean != nullptr) sum_of_block<BSH_MERGE_THREADS>(sum, args.sums + blockIdx.x);
 }
 
 // `value`, of element i of the weight, with the adapters added.
@@ -266,13 +271,13 @@ template <typename T> __device__ float merged(const bsh_merge_4bit_args &a, floa
   return added<T>(a, multiply_flush(VALUES[a.weight.format][i % 2 ? byte & 15 : byte >> 4], scale), i);
 }
 
-template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any(const bsh_merge_4bit_args &a) {
+// A block of the weight by a warp; its scale.
+template <typename T, int FORMAT>
+__device__ __forceinline__ float merge_block(const bsh_merge_4bit_args &a, int64_t block) {
   const code_encoder<FORMAT> encoder;
   const int lane = threadIdx.x % 32;
-  const int64_t block = (int64_t)blockIdx.x * BSH_MERGE_WARPS + threadIdx.x / 32, begin = block * a.weight.blocksize;
-  if (begin >= a.weight.n) return;
+  const int64_t begin = block * a.weight.blocksize;
   const int length = (int)min(a.weight.blocksize, a.weight.n - begin);
-  wait_for_earlier_kernels();
   const float scale = scale_of_block(a.weight.scales, block);
   float absmax = length < a.weight.blocksize ? 0.0f : -LARGEST;
   for (int i = lane; i < length; i += 32) absmax = absmax_step(absmax, merged<T>(a, scale, begin + i));
@@ -287,6 +292,23 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any
     codes = encoder.add_code(codes, multiply_flush(inverse, low), 0);
     if (inside) a.packed[i / 2] = (uint8_t)codes;
   }
+  return absmax;
+}
+
+template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any(const bsh_merge_4bit_args &a) {
+  const int64_t block = (int64_t)blockIdx.x * BSH_MERGE_WARPS + threadIdx.x / 32;
+  wait_for_earlier_kernels();
+  const float absmax = block * a.weight.blocksize < a.weight.n ? merge_block<T, FORMAT>(a, block) : 0.0f;
+  if (a.mean != nullptr) sum_of_block<BSH_MERGE_THREADS>(threadIdx.x % 32 == 0 ? absmax : 0.0f, a.sums + blockIdx.x);
+}
+
+// *mean = (sums[0] + ... + sums[count - 1]) / scales, by one block of threads.
+__device__ __forceinline__ void merge_mean(const double *sums, int64_t count, int64_t scales, float *mean) {
+  wait_for_earlier_kernels();
+  double mine = 0, total;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) mine += sums[i];
+  sum_of_block<BSH_MERGE_MEAN_THREADS>(mine, &total);
+  if (threadIdx.x == 0) *mean = (float)__dmul_rn(total, 1.0 / (double)scales);
 }
 
 // Adapters added in place to elements [begin, end) of the weight in fp32, values[0 ...].
@@ -318,3 +340,8 @@ __device__ __forceinline__ void add_adapters(const bsh_merge_4bit_args &a, int64
 MERGE_FORMATS(f32, float)
 MERGE_FORMATS(f16, __half)
 MERGE_FORMATS(bf16, __nv_bfloat16)
+
+extern "C" __global__ void __launch_bounds__(BSH_MERGE_MEAN_THREADS)
+    merge_4bit_mean(const double *sums, int64_t count, int64_t scales, float *mean) {
+  bsh::merge_mean(sums, count, scales, mean);
+}

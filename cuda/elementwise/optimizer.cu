@@ -601,19 +601,6 @@ template <bsh_optimizer kAlgorithm, Pair kPair> __device__ __forceinline__ void 
 
 constexpr int kSumThreads = 256;
 
-// *sum = the block's `mine` in a fixed order.
-__device__ __forceinline__ void sum_of_block(double mine, double *sum) {
-  __shared__ double warps[kStepThreads / 32];
-#pragma unroll
-  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(kAllLanes, mine, d);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  double total = 0;
-  for (int i = 0; i < (int)blockDim.x / 32; i++) total += warps[i];
-  *sum = total;
-}
-
 // sums[blockIdx.x] = squares of the updates that this block of threads sees.
 template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(const bsh_step_list &list, double *sums) {
   double sum = 0;
@@ -629,7 +616,7 @@ template <bsh_optimizer kAlgorithm> __device__ __forceinline__ void squares(cons
       if (span.has(element_of<4>(i))) sum += (double)square;
     }
   }
-  sum_of_block(sum, sums + blockIdx.x);
+  sum_of_block<kStepThreads>(sum, sums + blockIdx.x);
 }
 
 } // namespace bsh
@@ -667,6 +654,6 @@ extern "C" __global__ void __launch_bounds__(bsh::kSumThreads, 1)
   bsh::wait_for_earlier_kernels();
   double mine = 0, total;
   for (int i = threadIdx.x; i < n; i += blockDim.x) mine += sums[i];
-  bsh::sum_of_block(mine, &total);
+  bsh::sum_of_block<bsh::kSumThreads>(mine, &total);
   if (threadIdx.x == 0) *unorm = (float)total;
 }

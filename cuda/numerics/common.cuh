@@ -28,6 +28,19 @@ template <typename T> __device__ __forceinline__ T sum_upto(T own, int lane) {
   return own;
 }
 
+// *sum = the sum of the block's `mine`, in a fixed order; THREADS at most.
+template <int THREADS> __device__ __forceinline__ void sum_of_block(double mine, double *sum) {
+  __shared__ double warps[THREADS / 32];
+#pragma unroll
+  for (int d = 16; d > 0; d /= 2) mine += __shfl_xor_sync(ALL_LANES, mine, d);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  double total = 0;
+  for (int i = 0; i < (int)blockDim.x / 32; i++) total += warps[i];
+  *sum = total;
+}
+
 constexpr float LARGEST = 3.40282346638528859812e38f;
 
 // Value of each code, [format][code].

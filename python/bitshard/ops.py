@@ -235,10 +235,11 @@ def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor
 
 
 @torch.library.register_fake("bitshard::merge_4bit")
-def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, Tensor]:
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, ...]:
     _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
-    merged = packed.new_empty((packed.numel(), 1))
-    return merged, packed.new_empty((block_count(N * K, blocksize),), dtype=torch.float32)
+    merged, blocks = packed.new_empty((packed.numel(), 1)), block_count(N * K, blocksize)
+    means = int(absmax.dtype is torch.uint8 and blocks > 0)
+    return merged, *(packed.new_empty((count,), dtype=torch.float32) for count in (blocks, means))
 
 
 @torch.library.register_fake("bitshard::merged_values")

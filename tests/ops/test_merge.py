@@ -240,7 +240,7 @@ def test_threads_do_not_change_bytes():
 @pytest.mark.parametrize("quant_type", FORMATS)
 @pytest.mark.parametrize("sm", [90, 75])
 def test_on_the_played_gpu(quant_type, sm):
-    """The bytes of the CPU, in one launch, by the fast kernel and by that for any sizes."""
+    """The bytes of the CPU, in one launch and one for the mean of scales, by the fast kernel and that for any sizes."""
     gpu = machine.Gpu(sm, 2, seed=5)
     cases = [(20, 128, 64, (70, 3), torch.float32, False), (70, 576, 64, (5,), torch.bfloat16, True)]
     cases += [(7, 33, 64, (5,), torch.float16, True), (6, 128, 32, (2, 2), torch.float32, False)]
@@ -252,13 +252,15 @@ def test_on_the_played_gpu(quant_type, sm):
         scales = torch.tensor([x for _, b, s in given for x in (*[0.0] * (b.shape[1] - 1), s)])
         a, b = torch.cat([A for A, _, _ in given]), torch.cat([B for _, B, _ in given], 1)
         of = [one if one.numel() else None for one in state.scales()]
-        merged, absmax = gpu.merge_4bit(packed, of, a, b, scales, blocksize, FORMATS[quant_type], N, K)
+        merged, absmax, mean = gpu.merge_4bit(packed, of, a, b, scales, blocksize, FORMATS[quant_type], N, K)
         plain = functional.with_plain_scales(state)
-        exact, new = ops.merge_4bit(packed, *state.scales(), a, b, scales, blocksize, FORMATS[quant_type], N, K)
+        exact, new, of_cpu = ops.merge_4bit(packed, *state.scales(), a, b, scales, blocksize, FORMATS[quant_type], N, K)
         assert torch.equal(merged, exact) and torch.equal(absmax, new), (N, K)
+        wanted = [math.fsum(new.tolist()) / len(new)] if nested else []
+        assert torch.equal(of_cpu, torch.tensor(wanted)) and (mean is None if not nested else torch.equal(mean, of_cpu))
         same((exact, _plain(plain, new)), expected(packed, plain, given))
         fast = blocksize == 64 and K % 64 == 0
-        assert len(gpu.launches) == 1 and ("any" in gpu.launches[0]) != fast
+        assert len(gpu.launches) == 1 + nested and ("any" in gpu.launches[0]) != fast
 
 
 @plays

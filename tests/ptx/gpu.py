@@ -189,7 +189,7 @@ Sort = struct("Sort", "*chosen *order *back *row *offs S k -E -elsewhere")
 Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
-Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype")
+Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype *mean *sums")
 Product = struct("Product", "weight *x *bias *y M N K ldx ldy *offs E ~threshold -dtype -direction")
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
 QuantizeInt8 = struct("QuantizeInt8", "*x *codes *absmax *outliers M K ldx ~threshold -dtype")
@@ -391,11 +391,15 @@ class Gpu:
     def merge_4bit(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
         merged, absmax = torch.empty_like(packed), torch.empty(-(-N * K // blocksize))
+        mean = None if scales[0].dtype is torch.float32 else torch.empty(1)
         more = [a, b, of_ranks, merged, absmax]
         pointers = (tensor.data_ptr() for tensor in more)
-        args = Merge(weight, *pointers, N, K, of_ranks.numel(), DTYPES[a.dtype])
+        args = Merge(
+            weight, *pointers, N, K, of_ranks.numel(), DTYPES[a.dtype], None if mean is None else mean.data_ptr()
+        )
+        more += [] if mean is None else [mean]
         self.call("merge_4bit", args, tensors=[*tensors, *more])
-        return merged, absmax
+        return merged, absmax, mean
 
     def merged_values(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int, row0, rows):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)

@@ -264,6 +264,8 @@ static inline uint64_t ptx_add_rn_f64(const uint64_t a, const uint64_t b) { retu
 static inline uint64_t ptx_mul_f64(const uint64_t a, const uint64_t b) {
   return ptx_bits64(ptx_double(a) * ptx_double(b));
 }
+static inline uint64_t ptx_mul_rn_f64(const uint64_t a, const uint64_t b) { return ptx_mul_f64(a, b); }
+static inline uint64_t ptx_rcp_rn_f64(const uint64_t a) { return ptx_bits64(1.0 / ptx_double(a)); }
 static inline uint64_t ptx_fma_rn_f64(const uint64_t a, const uint64_t b, const uint64_t c) {
   return ptx_bits64(fma(ptx_double(a), ptx_double(b), ptx_double(c)));
 }

@@ -55,11 +55,11 @@ def _into_one(make: Callable[..., Any], packed: Tensor, state: QuantState, adapt
 
 def _by_maxima(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
     """NF4 and FP4: one op."""
-    merged, absmax = ops.merge_4bit(packed, *state.scales(), *joined, *_numbers(state))
+    merged, absmax, mean = ops.merge_4bit(packed, *state.scales(), *joined, *_numbers(state))
     new = QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)
     new.share(state.quant_type)
     if state.nested:
-        functional.nest(new, _mean(absmax))
+        functional.nest(new, mean.view(()) if len(mean) else absmax.new_zeros(()))
     return merged, new
 
 
@@ -105,12 +105,6 @@ def _numbers(state: QuantState) -> tuple[int, int, int, int]:
 
 for _kind, _make in ((FOUR_BIT, _by_maxima), (MXFP4, _by_panels), (NVFP4, _by_panels)):
     _kind.merge, _kind.stack.merge = partial(_into_one, _make), _by_expert
-
-
-def _mean(scales: Tensor) -> Tensor:
-    """float32 []: of a sum in float64, exact unless scales differ by factors above 2^9, so the same on every device."""
-    total = scales.sum(dtype=torch.float64)
-    return torch.mul(total, 1 / max(scales.numel(), 1), out=scales.new_empty(()))
 
 
 def check(state: QuantState) -> None:
