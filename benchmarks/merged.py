@@ -1,22 +1,25 @@
 """What is left of an adapter's gain once it is merged into 4-bit weights: plain merging beside merge-aware training.
 
     python benchmarks/merged.py MODEL [--steps 120] [--rank 16] [--seeds 3] [--lrs 3e-4,1e-3,3e-3]
-        [--texts prose,docs,code] [--rows REGEX] [--jobs 1] [--minutes M] [--graphs] [--samples 512]
-        [--tune-steps 150] [--prepare FOLDER] [--work FOLDER] [--device cuda] [--table]
+        [--texts prose,docs,code,numbers] [--rows REGEX] [--type nf4] [--jobs 1] [--minutes M] [--graphs]
+        [--samples 512] [--tune-steps 150] [--prepare FOLDER] [--work FOLDER] [--device cuda] [--table]
         [--out benchmarks/results/FILE.md]
 
 MODEL is a folder of 16-bit weights, such as examples/smollm2.py makes, or of 4-bit ones; its linear layers but the head
-are NF4 weights, nested scales. LoRA on all of them, alpha 2 rank, no dropout, AdamW, a linear decay, the same seeds,
-data and order for each row. Texts: presidents' messages, Python's language reference, source code of its standard
-library; held out are the last messages, the last tenth, other modules.
+are weights of --type, NF4 with nested scales. LoRA on all of them, alpha 2 rank, no dropout, AdamW, a linear decay, the
+same seeds, data and order for each row. Texts: presidents' messages, Python's language reference, source code of its
+standard library; held out are the last messages, the last tenth, other modules. And a task with a score: "4711: " and
+the number in German words (PyPI's num2words), numbers below 100,000, other ones held out; the score is the share of
+held-out lines whose words are all the likeliest ones, behind the other lines of a sequence.
 
 Rows: ordinary LoRA, as it is and merged to the nearest codes; merged with codes and scales that are calibrated on
 --samples of the sequences that were trained on, alone and with --tune-steps of tuning; merge-aware from the start, from
 half and from three quarters of the steps.
-The learning rate of each row and text is the one with the least loss with seed 0; ordinary LoRA merged has a row also
-with the rate that is best for it after merging. Gain kept: (base - merged) / (base - ordinary LoRA unmerged), of the
-means over the seeds. Each run is kept in --work and not trained again with the same settings; --jobs of them run at a
-time, each in a process, and none begins after --minutes. --table trains nothing, and makes the table of what is kept.
+The learning rate of each row and text is the one with the least loss with seed 0, of calibrated rows that of ordinary
+LoRA; ordinary LoRA merged has a row also with the rate that is best for it after merging.
+Gain kept: (base - merged) / (base - ordinary LoRA unmerged), of the means over the seeds. Each run is kept in --work
+and not trained again with the same settings; --jobs of them run at a time, each in a process, and none begins after
+--minutes. --table trains nothing, and makes the table of what is kept.
 --prepare writes 4-bit weights and the texts' tokens to a folder, which is a MODEL.
 """
 
@@ -24,8 +27,10 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from datetime import date
@@ -40,6 +45,7 @@ import torch.multiprocessing as processes
 import transformers
 from bitshard import functional, graphs, lora
 from bitshard.calibration import calibrate
+from bitshard.transformers import FourBitConfig
 from bitshard.weights.inventory import holders_of
 from calibration import CODE, LATE, MORE_CODE, OTHER_CODE, ROOT, source, speeches, where
 from peft import LoraConfig, get_peft_model
@@ -51,33 +57,79 @@ LENGTH, BATCH, HELD = 256, 8, 48
 ORDINARY, CALIBRATED, TUNED = "LoRA", "LoRA, calibrated", "LoRA, calibrated and tuned"
 AWARE, LATER, LATEST = "merge-aware", "merge-aware from half of the steps", "merge-aware from three quarters"
 STARTS = {ORDINARY: None, CALIBRATED: None, TUNED: None, AWARE: 0.0, LATER: 0.5, LATEST: 0.75}  # of the steps
-NESTED_NF4 = BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
-)
+NUMBERS, WORDS, LARGEST = "numbers", "num2words==0.5.14", 100_000
 
 
-def texts(folder: Path, cache: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """{text: int64 [S, LENGTH] to train on, [HELD, LENGTH] held out}."""
+def settings_of(quant_type: str) -> BitsAndBytesConfig:
+    nested = {"bnb_4bit_use_double_quant": True} if quant_type == "nf4" else {}
+    kind = BitsAndBytesConfig if nested else FourBitConfig
+    return kind(load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_compute_dtype=torch.bfloat16, **nested)
+
+
+def numbers(cache: Path) -> tuple[str, str]:
+    """Lines to train on and held-out ones; the package is downloaded on the first call."""
+    if not list(cache.glob("num2words-*.whl")):
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--dest", str(cache), WORDS]
+        subprocess.run(pip, check=True)
+    sys.path.insert(0, str(next(cache.glob("num2words-*.whl"))))
+    from num2words import num2words
+
+    lines = [f"{n}: {num2words(n, lang='de')}\n" for n in random.Random(0).sample(range(LARGEST), 12_000)]
+    return "".join(lines[1000:]), "".join(lines[:1000])
+
+
+def answers(ids: torch.Tensor, colon: int, newline: int) -> torch.Tensor:
+    """int64 like ids [S, L]: the number of its line where a token belongs to an answer, else -1; whole lines only."""
+    ends, at = ids == newline, torch.arange(ids.shape[1])
+
+    def last(mark: torch.Tensor) -> torch.Tensor:
+        """Where a mark is that comes before a token, nearest; -1: none does."""
+        return torch.where(mark, at, -1).roll(1, 1).index_fill(1, at[:1], -1).cummax(1).values
+
+    line = ends.cumsum(1) - ends.long()  # its newline is of a line
+    asked = last(ids == colon) > last(ends)
+    whole = (line > 0) & (line < ends.sum(1, keepdim=True))  # the first may have begun in the row before
+    return torch.where(asked & whole, line, -1)
+
+
+@torch.no_grad()
+def score(model: torch.nn.Module, ids: torch.Tensor, lines: torch.Tensor) -> float:
+    """Share of answers all of whose tokens are the likeliest."""
+    right = total = 0
+    for rows, of in zip(ids.split(BATCH), lines.split(BATCH), strict=True):
+        wrong = model(input_ids=rows.to(model.device)).logits[:, :-1].argmax(-1).cpu() != rows[:, 1:]
+        for each, line in zip(wrong, of[:, 1:], strict=True):
+            total += len(line.unique()) - 1  # -1 is none
+            right += len(line.unique()) - 1 - len(line[each & (line >= 0)].unique())
+    return right / total
+
+
+def texts(folder: Path, cache: Path) -> dict[str, tuple[torch.Tensor, ...]]:
+    """{text: int64 [S, LENGTH] to train on, [HELD, LENGTH] held out}; of numbers also `answers` of these."""
     tokenizer, messages, pages = AutoTokenizer.from_pretrained(folder), speeches(cache), list(topics.values())
     tenth = len(pages) // 10
     given = {
         "prose": ([text for year, text in messages.items() if year not in LATE], [messages[year] for year in LATE]),
         "docs": (pages[:-tenth], pages[-tenth:]),
         "code": ([source(OTHER_CODE + MORE_CODE)], [source(CODE)]),
+        NUMBERS: [[lines] for lines in numbers(cache)],
     }
 
     def rows(parts: list[str]) -> torch.Tensor:
         ids = tokenizer("\n\n".join(parts), return_tensors="pt", verbose=False).input_ids[0]
         return ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
 
-    return {name: (rows(train), rows(held)[:HELD]) for name, (train, held) in given.items()}
+    found = {name: (rows(train), rows(held)[:HELD]) for name, (train, held) in given.items()}
+    marks = [tokenizer(mark).input_ids[-1] for mark in ("1:", "x\n")]
+    found[NUMBERS] += (answers(found[NUMBERS][1], *marks),)
+    return found
 
 
-def load(folder: Path, device: str) -> torch.nn.Module:
-    """The model in NF4 with nested scales, in bfloat16 elsewhere."""
+def load(folder: Path, device: str, quant_type: str) -> torch.nn.Module:
+    """The model in 4 bits, in bfloat16 elsewhere."""
     given = {}
     if "quantization_config" not in json.loads((folder / "config.json").read_text()):
-        given["quantization_config"] = NESTED_NF4
+        given["quantization_config"] = settings_of(quant_type)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": device}, **given)
 
 
@@ -85,7 +137,11 @@ def dense(model: torch.nn.Module) -> torch.nn.Module:
     """A float32 model with the values of a 4-bit one, and its adapters in them."""
     inner = model.get_base_model()
     plain = {name: tensor for name, tensor in inner.named_parameters() if tensor.is_floating_point()}
-    values = {name: tensor.detach().float() for name, tensor in plain.items() if "lora_" not in name}
+    values = {
+        name.replace(".base_layer.", "."): tensor.detach().float()
+        for name, tensor in plain.items()
+        if "lora_" not in name
+    }
     for name, layer in inner.named_modules():
         if hasattr(layer, "lora_A"):
             held = next(iter(holders_of(layer.get_base_layer())))
@@ -106,10 +162,10 @@ def dense(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @torch.no_grad()
-def quantized(made: torch.nn.Module, ids: torch.Tensor, steps: int, seed: int) -> torch.nn.Module:
+def quantized(made: torch.nn.Module, ids: torch.Tensor, steps: int, seed: int, quant_type: str) -> torch.nn.Module:
     """A dense model as a calibrated 4-bit one, in bfloat16 elsewhere as the base is."""
     with torch.enable_grad():
-        calibrate(made, ids, NESTED_NF4, tune_steps=steps, seed=seed)
+        calibrate(made, ids, settings_of(quant_type), tune_steps=steps, seed=seed)
     for parameter in made.parameters():
         if parameter.dtype is torch.float32:
             parameter.data = parameter.data.bfloat16()
@@ -118,8 +174,15 @@ def quantized(made: torch.nn.Module, ids: torch.Tensor, steps: int, seed: int) -
 
 def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, options: Any) -> dict[str, float]:
     """Held-out losses of the base, of the adapter that was trained, and of what merging it makes."""
-    train, held = data
-    losses = {"base": mean_loss(base.eval(), held, BATCH)}
+    train, held, *lines = data
+    losses = {}
+
+    def measure(name: str, model: torch.nn.Module) -> None:
+        losses[name] = mean_loss(model.eval(), held, BATCH)
+        if lines:
+            losses[f"{name}, score"] = score(model, held, *lines)
+
+    measure("base", base)
     torch.manual_seed(seed)
     settings = LoraConfig(
         r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -151,16 +214,16 @@ def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, 
         graphs.disable(model)
     optimizer = None
     if STARTS[row] is None:
-        losses["unmerged"] = mean_loss(model.eval(), held, BATCH)
+        measure("unmerged", model)
     if row in (CALIBRATED, TUNED):
         ids = train[order[: options.steps * BATCH].unique()[: options.samples]]
-        made = quantized(dense(model), ids, options.tune_steps if row == TUNED else 0, seed)
-        losses["merged"] = mean_loss(made, held, BATCH)
+        steps = options.tune_steps if row == TUNED else 0
+        measure("merged", quantized(dense(model), ids, steps, seed, options.type))
         losses["seconds calibrated"] = time.monotonic() - begin - losses["seconds"]
     else:
         if row == ORDINARY:
             lora.merge_aware(model)  # nearest codes of the sum
-        losses["merged"] = mean_loss(model.eval(), held, BATCH)
+        measure("merged", model)
         lora.merge_aware(model, None)
     model.unload()
     return losses
@@ -173,14 +236,17 @@ def machine(device: str) -> str:
 
 def note_of(run: tuple, options: Any) -> Path:
     text, row, seed, lr = run
-    return options.work / f"{text}, {row}, {lr:g}, seed {seed}, {options.steps} steps, rank {options.rank}.json"
+    kind = "" if options.type == "nf4" else f"{options.type}, "
+    tuned = f", tuned {options.tune_steps}" if row == TUNED else ""
+    steps = f"{options.steps} steps, rank {options.rank}{tuned}"
+    return options.work / f"{options.model.name}, {kind}{text}, {row}, {lr:g}, seed {seed}, {steps}.json"
 
 
 def work_off(number: int, runs: list[tuple], begun: Any, data: dict, options: Any) -> None:
     """Process `number` of --jobs: runs that none has begun."""
     torch.set_num_threads(1 if options.device == "cuda" else torch.get_num_threads())
     transformers.logging.disable_progress_bar()
-    base = load(options.model, options.device)
+    base = load(options.model, options.device, options.type)
     while time.time() < options.until:
         with begun.get_lock():
             begun.value += 1
@@ -192,7 +258,7 @@ def work_off(number: int, runs: list[tuple], begun: Any, data: dict, options: An
             found = trained(base, data[text], row, seed, lr, options) | {"where": machine(options.device)}
         except torch.OutOfMemoryError as error:
             print(f"{run}: {error}", flush=True)
-            base = load(options.model, options.device)
+            base = load(options.model, options.device, options.type)
             continue
         note_of(run, options).write_text(json.dumps(found))
         print(f"{run}: {found}", flush=True)
@@ -216,6 +282,8 @@ def served(rows: list[str]) -> dict[str, tuple[str, str]]:
 
 def chosen(found: dict[tuple, dict], text: str, row: str, key: str, options: Any) -> float:
     """The learning rate with the least loss with seed 0."""
+    if row in (CALIBRATED, TUNED):
+        row, key = ORDINARY, "unmerged"
     rates = [lr for lr in options.lrs if (text, row, 0, lr) in found]
     return min(rates, key=lambda lr: found[text, row, 0, lr][key], default=options.lrs[0])
 
@@ -223,20 +291,25 @@ def chosen(found: dict[tuple, dict], text: str, row: str, key: str, options: Any
 def table(found: dict[tuple, dict], rows: list[str], options: Any) -> str:
     lines = []
     for text in options.texts:
-        base = next(run["base"] for (of, *_), run in found.items() if of == text)
-        lines.append([text, "base", "", "", f"{base:.4f}", "0"])
+        begin = next(run for (of, *_), run in found.items() if of == text)
+        base = begin["base"]
+        lines.append(
+            [text, "base", "", "", f"{base:.4f}", "0", f"{begin['base, score']:.3f}" if text == NUMBERS else ""]
+        )
         full = None
         for name, (row, key) in served(rows).items():
             lr = chosen(found, text, row, key, options)
             runs = [run for (of, kind, _, rate), run in found.items() if (of, kind, rate) == (text, row, lr)]
-            losses = [run["unmerged" if name.endswith("unmerged") else "merged"] for run in runs]
+            of = "unmerged" if name.endswith("unmerged") else "merged"
+            losses = [run[of] for run in runs]
             if not losses:
                 continue
+            scores = f"{statistics.mean(run[f'{of}, score'] for run in runs):.3f}" if text == NUMBERS else ""
             mean = statistics.mean(losses)
             full = full or base - mean
             spread = f"{mean:.4f} ({min(losses):.4f} to {max(losses):.4f})"
-            lines.append([text, name, f"{lr:g}", f"{len(runs)}", spread, f"{(base - mean) / full:.3f}"])
-    return markdown_table(["text", "weights", "learning rate", "seeds", "held-out loss", "gain kept"], lines)
+            lines.append([text, name, f"{lr:g}", f"{len(runs)}", spread, f"{(base - mean) / full:.3f}", scores])
+    return markdown_table(["text", "weights", "learning rate", "seeds", "held-out loss", "gain kept", "score"], lines)
 
 
 def main() -> None:
@@ -247,7 +320,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lrs", default="3e-4,1e-3,3e-3")
-    parser.add_argument("--texts", default="prose,docs,code")
+    parser.add_argument("--texts", default=f"prose,docs,code,{NUMBERS}")
+    parser.add_argument("--type", default="nf4", choices=("nf4", "mxfp4", "nvfp4"))
     parser.add_argument("--rows", default="", metavar="REGEX")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -269,17 +343,17 @@ def main() -> None:
     else:
         data = torch.load(kept) if kept.exists() else texts(options.model, ROOT / ".cache")
     if options.prepare:
-        load(options.model, options.device).save_pretrained(options.prepare)
+        load(options.model, options.device, options.type).save_pretrained(options.prepare)
         return torch.save(data, options.prepare / "tokens.pt")
     options.work.mkdir(parents=True, exist_ok=True)
     first = [(text, row, 0, lr) for lr in options.lrs for text in options.texts for row in rows]
-    found = made(first, data, options)
+    found = made([run for run in first if run[1] not in (CALIBRATED, TUNED)], data, options)
     picked = {
         (text, row, chosen(found, text, row, key, options))
         for text in options.texts
         for row, key in served(rows).values()
     }
-    others = [(text, row, seed, lr) for seed in range(1, options.seeds) for text, row, lr in sorted(picked)]
+    others = [(text, row, seed, lr) for seed in range(options.seeds) for text, row, lr in sorted(picked)]
     found |= made(others, data, options)
     lines = [
         f"{'; '.join({run['where'] for run in found.values()})}; {date.today()}",
@@ -291,7 +365,9 @@ def main() -> None:
     ]
     print("\n".join(lines))
     if options.out:
-        options.out.write_text("# What merging into NF4 leaves of an adapter\n\n" + "\n".join(lines) + "\n")
+        options.out.write_text(
+            f"# What merging into {options.type.upper()} leaves of an adapter\n\n" + "\n".join(lines) + "\n"
+        )
 
 
 if __name__ == "__main__":

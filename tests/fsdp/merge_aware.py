@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from bitshard import fsdp
 from bitshard import lora as engine
-from bitshard.lora import aware
+from bitshard.functions import merge_again
 from common import finish, start
 from helpers import moe
 from helpers.bytes import same_bytes
@@ -96,11 +96,11 @@ def run(args, name):
         losses, norms, rows = steps(model)
     except ValueError as error:
         return {"refused": str(error)}
-    made, call = [], aware.merge_4bit
-    aware.merge_4bit = lambda *given: made.append(call(*given)) or made[-1]
+    made, call = [], merge_again.merge_4bit
+    merge_again.merge_4bit = lambda *given: made.append(call(*given)) or made[-1]
     with torch.no_grad():
         logits = model.eval()(input_ids=rows).logits
-    aware.merge_4bit = call
+    merge_again.merge_4bit = call
     folder = [tempfile.mkdtemp() + "/merged"]
     dist.broadcast_object_list(folder)
     inner = model.module if name.startswith("fsdp1") else model

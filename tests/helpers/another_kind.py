@@ -24,7 +24,7 @@ def quantize(values, blocksize, quant_storage, **_):
     state = QuantState(absmax, values.shape, TABLE.clone(), BLOCK, "tenths", values.dtype)
     state.kind, state.global_scale = TENTHS, whole
     scaled = rows / scales_of(state).clamp(min=1e-30).unsqueeze(1)
-    codes = (scaled.unsqueeze(-1) - TABLE).abs().argmin(-1).to(torch.uint8).view(-1, 2)
+    codes = (scaled.unsqueeze(-1) - TABLE.to(scaled.device)).abs().argmin(-1).to(torch.uint8).view(-1, 2)
     packed = codes[:, 0] | codes[:, 1] << 4
     unit = quant_storage.itemsize
     packed = torch.nn.functional.pad(packed, (0, -packed.numel() % unit))
@@ -34,7 +34,7 @@ def quantize(values, blocksize, quant_storage, **_):
 def dequantize(packed, state, out=None):
     data = packed.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)[: state.shape.numel() // 2]
     codes = torch.stack([data & 15, data >> 4], 1).view(-1, BLOCK).long()
-    values = (TABLE[codes] * scales_of(state).unsqueeze(1)).to(state.dtype).view(state.shape)
+    values = (TABLE.to(codes.device)[codes] * scales_of(state).unsqueeze(1)).to(state.dtype).view(state.shape)
     return values if out is None else out.copy_(values)
 
 

@@ -14,6 +14,7 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from bitshard import fsdp, functional, graphs, lora  # noqa: E402
+from bitshard.functions import merge_again  # noqa: E402
 from bitshard.functions.merge import merge_4bit  # noqa: E402
 from bitshard.graphs import enabled  # noqa: E402
 from bitshard.lora import aware  # noqa: E402
@@ -31,12 +32,58 @@ LINEARS = 7  # of the decoder layer of helpers/llama.py
 @contextlib.contextmanager
 def merged_weights():
     """What `merge_4bit` gives each call of a layer meanwhile."""
-    made, call = [], aware.merge_4bit
-    aware.merge_4bit = lambda *args: made.append(call(*args)) or made[-1]
+    made, call = [], merge_again.merge_4bit
+    merge_again.merge_4bit = lambda *args: made.append(call(*args)) or made[-1]
     try:
         yield made
     finally:
-        aware.merge_4bit = call
+        merge_again.merge_4bit = call
+
+
+def test_what_recomputation_keeps_is_no_more_than_a_largest_weight():
+    """Beside the newest; and nothing of a backward that has raised, nor where nothing is computed again."""
+    sizes, at_most, kept = (5, 2, 2, 4, 9, 3, 9), 9, merge_again._Kept()
+
+    def made(size):
+        return torch.empty(size, dtype=torch.uint8), bitshard.functional.QuantState(torch.empty(0))
+
+    for number, size in enumerate(sizes):
+        kept.put((number,), made(size), torch.empty(0))
+        held = [packed.nbytes for (packed, _), _ in kept.of.values()]
+        assert held[-1] == size and sum(held[:-1]) <= at_most
+    assert list(kept.of) == [(1,), (2,), (5,), (6,)]
+
+    def fails(x):
+        kept.begin(torch._C._current_graph_task_id())
+        kept.put((0,), made(5), x)
+        raise RuntimeError("in the middle")
+
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        y = checkpoint(lambda x: x * 2 if torch._C._current_graph_task_id() < 0 else fails(x), x, use_reentrant=True)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            y.sum().backward()
+        assert list(kept.of) == [(0,)]  # of this backward alone
+        kept.put((7,), made(1), x)
+
+
+def test_what_is_kept_is_of_its_layer():
+    """FSDP gathers the next layer's weight into the memory of the last one's: what is kept of x is for x alone."""
+    packed, state = functional.quantize_4bit(torch.randn(8, 64), quant_type="nf4")
+    adapters = [(torch.randn(2, 64), torch.randn(8, 2), 1.0)]
+    found, x, other = [], torch.randn(3, 64), torch.randn(3, 64)
+
+    def backward(dy):
+        merge_again.for_forward(x, packed, state, adapters)
+        packed.bitwise_not_()
+        found.extend(merge_again.for_gradient(given, packed, state, adapters)[0] for given in (other, x, x))
+
+    y = torch.ones(1, requires_grad=True)
+    y.register_hook(backward)
+    y.sum().backward()
+    second, first, third = found
+    assert torch.equal(second, merge_4bit(packed, state, adapters)[0]) and torch.equal(second, third)
+    assert torch.equal(first, merge_4bit(~packed, state, adapters)[0]) and not torch.equal(first, second)
 
 
 def bytes_of(made):
@@ -104,21 +151,25 @@ def test_output_and_gradients(compute):
         assert (found.double() - exact).norm() <= bound * exact.norm()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("quant_type", ["nf4", "mxfp4", "nvfp4"])
-def test_forward_recomputation_and_backward_have_the_same_bytes(folder, quant_type):
+def test_forward_recomputation_and_backward_have_the_same_bytes(folder, quant_type, reentrant):
+    """The smaller weights and the last one are kept from the recomputation for the gradient; others are made again."""
     wrapped = adapted(folder, quant_type=quant_type)
     randomize(wrapped)
     plain = copy.deepcopy(wrapped)
-    wrapped.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped.gradient_checkpointing_enable({"use_reentrant": reentrant})
     wrapped.enable_input_require_grads()
     plain.enable_input_require_grads()
     with merged_weights() as made:
         loss = wrapped(input_ids=tokens(), labels=tokens()).loss
         loss.backward()
-    assert len(made) == 3 * LINEARS
+    assert not merge_again._kept.of
     forward, again, back = made[:LINEARS], made[LINEARS : 2 * LINEARS], made[2 * LINEARS :]
-    for one, other, third in zip(forward, again, reversed(back), strict=True):
-        same(one, other), same(one, third)
+    for one, other in zip(forward, again, strict=True):
+        same(one, other)
+    for number, other in zip((0, 4, 5), reversed(back), strict=True):
+        same(forward[number], other)
     other = plain(input_ids=tokens(), labels=tokens()).loss
     other.backward()
     assert torch.equal(loss, other)

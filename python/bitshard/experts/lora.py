@@ -16,8 +16,8 @@ from torch.nn.functional import grouped_mm, pad
 
 from bitshard.experts.adapted import ALIGNED, Dense, LowRank, Merged
 from bitshard.formats.state import QuantState
-from bitshard.functions import functional
-from bitshard.functions.merge import Adapter, merge_4bit
+from bitshard.functions import functional, merge_again
+from bitshard.functions.merge import Adapter
 from bitshard.products.autograd import grouped_matmul_4bit
 
 
@@ -138,7 +138,8 @@ class GroupedMerged4Bit(torch.autograd.Function):
     ) -> Tensor:
         ctx.rest = packed, state, scales, None if bias is None else bias.dtype
         ctx.save_for_backward(x, offs, *factors)
-        return functional.grouped_linear_4bit(x, offs, *merge_4bit(packed, state, _adapters(factors, scales)), bias)
+        merged = merge_again.for_forward(x, packed, state, _adapters(factors, scales))
+        return functional.grouped_linear_4bit(x, offs, *merged, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -149,7 +150,7 @@ class GroupedMerged4Bit(torch.autograd.Function):
         dx = dbias = None
         dy = dy.contiguous()
         if ctx.needs_input_grad[0]:
-            codes, new = merge_4bit(packed, state, _adapters(factors, scales))
+            codes, new = merge_again.for_gradient(x, packed, state, _adapters(factors, scales))
             dx = functional.grouped_linear_4bit_dgrad(dy, offs, codes, new)
         if ctx.needs_input_grad[4]:
             dbias = state.kind.bias_gradient(dy, state, offs, bias_dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from bitshard.experts import modules
@@ -257,8 +257,8 @@ def _unreversed(model: nn.Module, tensors: dict[str, Any]) -> dict[str, Any]:
     reverse = [each.reverse_transform() for each in used[::-1] if isinstance(each, WeightRenaming)]
     loading, found = Loading(model), {}
     for name, tensor in tensors.items():
-        known = (name, apply_renamings(name, loading.renamings))
-        given = next((each for each in known if apply_renamings(each, reverse) == name), None)
+        known = (name, rename_source_key(name, loading.renamings, [])[0])
+        given = next((each for each in known if rename_source_key(each, reverse, [])[0] == name), None)
         if given is None:
             raise ValueError(
                 f"{name}: transformers would save it by another name; bitshard.fsdp.save_pretrained does not"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bitshard import _C
 from bitshard.formats.state import QuantState, dtype_name
+from bitshard.functions import merge_again
 from bitshard.functions.merge import Adapter, merge_4bit, require_numbers
 from bitshard.lora.layer import FSDP1, LINEARS, OWN_UNITS, factor_dtype, weight_of
 from bitshard.lora.product import rows_of, scaled
@@ -45,7 +46,7 @@ class MergedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.rest = packed, state, compute, factor, scales, x.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(x, *factors)
-        codes, new = merge_4bit(packed, state, _pairs(factors, scales))
+        codes, new = merge_again.for_forward(x, packed, state, _pairs(factors, scales))
         return new.kind.product(x.to(compute), codes, new, bias, None, 0.0).to(x.dtype)
 
     @staticmethod
@@ -62,7 +63,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs, pairs = ctx.needs_input_grad, _pairs(factors, scales)
     dx = dbias = None
     if needs[0]:
-        codes, new = merge_4bit(packed, state, pairs)
+        codes, new = merge_again.for_gradient(x, packed, state, pairs)
         dx = new.kind.gradient(dy.to(compute), codes, new, None).to(dtype)
     if needs[3]:
         dbias = state.kind.bias_gradient(dy, state, None, bias_dtype)

@@ -31,12 +31,19 @@ def plain(weight: Any) -> Any:
     return DTensor(weight._local_tensor, weight._spec, requires_grad=weight.requires_grad)
 
 
-def like(local: Tensor, weight: Any, size: torch.Size) -> Any:
-    """This rank's part of a column or vector of `size` as a DTensor, placed as the DTensor `weight` is."""
+def from_local(local: Tensor, mesh: Any, placements: Any, **size: Any) -> Any:
+    """DTensor.from_local, which takes a tensor to the devices of the mesh: this one stays where it is, offloaded."""
     from torch.distributed.tensor import DTensor
 
-    stride = (1,) * len(size)
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False, shape=size, stride=stride)
+    if local.device.type == mesh.device_type or local.is_meta:
+        return DTensor.from_local(local, mesh, placements, run_check=False, **size)
+    spec = DTensor.from_local(local.to("meta"), mesh, placements, run_check=False, **size)._spec
+    return DTensor(local, spec, requires_grad=False)
+
+
+def like(local: Tensor, weight: Any, size: torch.Size) -> Any:
+    """This rank's part of a column or vector of `size` as a DTensor, placed as the DTensor `weight` is."""
+    return from_local(local, weight.device_mesh, weight.placements, shape=size, stride=(1,) * len(size))
 
 
 def replicated(values: Tensor, mesh: Any) -> Any:

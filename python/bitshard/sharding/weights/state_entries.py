@@ -48,7 +48,7 @@ def _entry(name: str, value: torch.Tensor, weight: DTensor, scales: torch.Size) 
     if name.startswith(BLOB_PREFIX):
         value = padded_blob(value)
     mesh = weight.device_mesh
-    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return gather.from_local(value, mesh, [Replicate()] * mesh.ndim)
 
 
 def padded_blob(blob: torch.Tensor) -> torch.Tensor:
