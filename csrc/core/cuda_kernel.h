@@ -31,6 +31,7 @@
   X(int8)                                                                                                              \
   X(gemv_int8)                                                                                                         \
   X(merge)                                                                                                             \
+  X(merge_short)                                                                                                       \
   X(gemm_4bit_int8)                                                                                                    \
   X(gemm_int8) X(gemm_int8_sm90) X(mixed_int8_sm90) X(dgrad_int8_sm90) X(gemv_int8_dgrad) X(optimizer) X(pairs)
 #define BSH_FATBIN_INDEX(stem) BSH_FATBIN_##stem,

@@ -162,16 +162,21 @@ typedef struct {
  * for each adapter value = fma(s, sum, value), where sum = fma(b[n, r], a[r, k], sum) over its ranks r, ascending, from
  * 0. */
 typedef struct {
-  bsh_weight weight;   /* NF4 or FP4, n = N * K */
+  bsh_weight weight;   /* n = N * K */
   const void *a;       /* [R, K]: A of all adapters, one below the other */
   const void *b;       /* [N, R]: B of all adapters, side by side */
   const float *scales; /* f32 [R]: s at the last rank of each adapter, 0 at the others */
   uint8_t *packed;     /* u8  [ceil(n / 2)] */
-  float *absmax;       /* f32 [ceil(n / blocksize)] */
+  float *absmax;       /* f32 [ceil(n / blocksize)]; NF4 and FP4 */
   int64_t N, K, R;
   bsh_dtype dtype; /* of a and b */
   float *mean;     /* f32: of absmax, their sum in fp64 times 1 / their number; NULL: not wanted */
-  double *sums;    /* of each block of threads, where a GPU makes the mean */
+  union {          /* of each block of threads, on a GPU */
+    double *sums;  /* of absmax */
+    uint32_t *maxima;
+  };
+  uint8_t *scales8; /* u8 [ceil(n / blocksize)]; MXFP4 and NVFP4 */
+  float *second;    /* f32 [ceil(n / blocksize / 256)]: NVFP4's global scale in each; NULL: MXFP4 */
 } bsh_merge_4bit_args;
 
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */

@@ -2,7 +2,7 @@
 #ifndef BSH_CPU_E2M1_INC_H
 #define BSH_CPU_E2M1_INC_H
 
-#include "cpu/e2m1.h"
+#include "core/e2m1.h"
 
 /* Codes of values in units of their scales: the nearest. */
 ALWAYS_INLINE ints e2m1_codes(const floats v) {
@@ -25,7 +25,7 @@ ALWAYS_INLINE void quantize_short_blocks(const bsh_quantize_e2m1_args *const arg
     float of_block;
     for (int j = first; j < first + each; j++) most = i_max(most, (ints)v_abs(x[j]));
     const int64_t block = (begin + first * LANES) / blocksize;
-    args->scales[block] = short_scale(args, bits_float((uint32_t)i_reduce_max(most)), &of_block);
+    args->scales[block] = bsh_short_scale(bits_float((uint32_t)i_reduce_max(most)), args->whole, &of_block);
     for (int j = first; j < first + each; j++) unit[j] = v_set(of_block);
   }
   UNROLL for (int j = 0; j < VECTORS; j++) codes[j] = e2m1_codes(v_div(x[j], unit[j]));

@@ -3,7 +3,7 @@
  * One element at a time, every rounding written out. */
 #include "core/numerics.h"
 #include "cpu/cpu.h"
-#include "cpu/e2m1.h"
+#include "core/e2m1.h"
 
 /* ---- quantize_4bit -------------------------------------------------------------------------------------------- */
 
@@ -47,12 +47,12 @@ static float larger(const float a, const float b) {
 static uint8_t e2m1_code(const float v) { return v == v ? encode_4bit(BSH_E2M1, v) : 7; }
 
 static void quantize_e2m1_scalar(const bsh_quantize_e2m1_args *const args, const int64_t begin, const int64_t end) {
-  const int64_t blocksize = short_blocksize(args);
+  const int64_t blocksize = args->whole == NULL ? BSH_MXFP4_BLOCK : BSH_NVFP4_BLOCK;
   for (int64_t first = begin; first < end; first += blocksize) {
     const int64_t last = min_i64(first + blocksize, end);
     float largest = 0.0f, unit;
     for (int64_t i = first; i < last; i++) largest = larger(largest, load_f32(args->x, args->dtype, i));
-    args->scales[first / blocksize] = short_scale(args, largest, &unit);
+    args->scales[first / blocksize] = bsh_short_scale(largest, args->whole, &unit);
     for (int64_t i = first; i < last; i += 2) {
       const uint8_t high = e2m1_code(load_f32(args->x, args->dtype, i) / unit);
       const uint8_t low = i + 1 < last ? e2m1_code(load_f32(args->x, args->dtype, i + 1) / unit) : 0;

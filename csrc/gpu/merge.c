@@ -1,4 +1,4 @@
-/* gpu/merge.c - chooses and launches the kernels of cuda/elementwise/merge.cu. */
+/* gpu/merge.c - chooses and launches the kernels of cuda/elementwise/merge.cu and merge_short.cu. */
 #include "gpu/ops.h"
 
 #include "core/arithmetic.h"
@@ -9,18 +9,21 @@ typedef struct {
   int64_t blocks; /* of threads */
 } launch;
 
+static int64_t tiles_of(const bsh_merge_4bit_args *const args) {
+  return divide_up(args->N, BSH_MERGE_TILE_ROWS) * divide_up(args->K, BSH_MERGE_TILE_COLUMNS);
+}
+
 static launch launch_of(const bsh_merge_4bit_args *const args) {
   static bsh_cuda_kernel fast[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_", "_nf4"),
                                                 BSH_BY_DTYPE(merge, "merge_4bit_", "_fp4")};
   static bsh_cuda_kernel any[2][BSH_DTYPES] = {BSH_BY_DTYPE(merge, "merge_4bit_any_", "_nf4"),
                                                BSH_BY_DTYPE(merge, "merge_4bit_any_", "_fp4")};
   const bsh_weight *const weight = &args->weight;
-  if (weight->blocksize != BSH_MERGE_COLUMNS || args->K % BSH_MERGE_COLUMNS != 0 || !aligned(args->a, 16) ||
-      !aligned(weight->packed, 4) || !aligned(args->packed, 4))
+  if (weight->blocksize != BSH_MERGE_COLUMNS || args->K % BSH_MERGE_COLUMNS != 0 || !aligned(weight->packed, 4) ||
+      !aligned(args->packed, 4))
     return (launch){&any[weight->format][args->dtype],
                     divide_up(divide_up(weight->n, weight->blocksize), BSH_MERGE_WARPS)};
-  return (launch){&fast[weight->format][args->dtype],
-                  divide_up(args->N, BSH_MERGE_TILE_ROWS) * divide_up(args->K, BSH_MERGE_TILE_COLUMNS)};
+  return (launch){&fast[weight->format][args->dtype], tiles_of(args)};
 }
 
 static bsh_status launch_mean(const bsh_merge_4bit_args *const args, int64_t count,
@@ -46,6 +49,33 @@ bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_
   bsh_merge_4bit_args summed = *args;
   summed.sums = scratch.data;
   const bsh_status status = launch_both(&summed, &found, context);
+  bsh_cuda_scratch_delete(&scratch);
+  return status;
+}
+
+static bsh_status launch_nvfp4(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel maxima[BSH_DTYPES] = BSH_BY_DTYPE(merge_short, "merge_nvfp4_maxima_", "");
+  static bsh_cuda_kernel codes[BSH_DTYPES] = BSH_BY_DTYPE(merge_short, "merge_nvfp4_", "");
+  static bsh_cuda_kernel scale = BSH_KERNEL(merge_short, "merge_nvfp4_scale");
+  const bsh_cuda_launch_shape shape = bsh_overlapping(1, BSH_MERGE_MEAN_THREADS, 1, 0);
+  int64_t tiles = tiles_of(args);
+  int64_t seconds = divide_up(divide_up(args->weight.n, args->weight.blocksize), BSH_NESTED_BLOCKSIZE);
+  void *arguments[] = {(void *)(uintptr_t)&args->maxima, &tiles, (void *)(uintptr_t)&args->second, &seconds};
+  BSH_TRY(bsh_cuda_launch_blocks(context, &maxima[args->dtype], tiles, BSH_MERGE_THREADS, true, args));
+  BSH_TRY(bsh_cuda_launch(context, &scale, &shape, arguments));
+  return bsh_cuda_launch_blocks(context, &codes[args->dtype], tiles, BSH_MERGE_THREADS, true, args);
+}
+
+/* K is a multiple of 64, packed bytes are aligned to words. */
+bsh_status bsh_cuda_merge_e2m1(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
+  static bsh_cuda_kernel mxfp4[BSH_DTYPES] = BSH_BY_DTYPE(merge_short, "merge_mxfp4_", "");
+  if (args->second == NULL)
+    return bsh_cuda_launch_blocks(context, &mxfp4[args->dtype], tiles_of(args), BSH_MERGE_THREADS, true, args);
+  bsh_cuda_scratch scratch;
+  BSH_TRY(bsh_cuda_scratch_new(context, (int64_t)sizeof(uint32_t) * tiles_of(args), &scratch));
+  bsh_merge_4bit_args with = *args;
+  with.maxima = scratch.data;
+  const bsh_status status = launch_nvfp4(&with, context);
   bsh_cuda_scratch_delete(&scratch);
   return status;
 }

@@ -20,6 +20,7 @@ bsh_status bsh_cuda_round_4bit(const bsh_round_4bit_args *args, const bsh_cuda_c
 
 /* Adapters merged into a weight (gpu/merge.c). */
 bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *args, const bsh_cuda_context *context);
+bsh_status bsh_cuda_merge_e2m1(const bsh_merge_4bit_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_merged_values(const bsh_merge_4bit_args *args, int64_t begin, int64_t end, float *values,
                                   const bsh_cuda_context *context);
 

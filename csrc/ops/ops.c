@@ -7,6 +7,7 @@
 
 #include <inttypes.h>
 
+#include "core/arithmetic.h"
 #include "core/linear_4bit_int8.h"
 #include "core/packed.h"
 #include "cpu/cpu.h"
@@ -36,6 +37,9 @@
   X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
   X(merge_4bit, 8,                                                                                                     \
+    "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
+    "(Tensor, Tensor, Tensor)")                                                                                        \
+  X(merge_e2m1, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
     "(Tensor, Tensor, Tensor)")                                                                                        \
   X(merged_values, 8,                                                                                                  \
@@ -484,6 +488,44 @@ static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   args.absmax = absmax.data;
   args.mean = n_means ? mean.data : NULL;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
+}
+
+static bsh_status check_merge_e2m1(const bsh_call *const call, const bsh_tensor *const packed,
+                                   const bsh_merge_4bit_args *const args) {
+  const int64_t blocksize = args->weight.blocksize;
+  if (args->weight.format != BSH_E2M1 || args->weight.scales.absmax || (blocksize != 32 && blocksize != 16))
+    return bsh_fail(BSH_BAD_VALUE, "%s: format %d in blocks of %" PRId64 " is neither MXFP4 nor NVFP4", call->op,
+                    args->weight.format, blocksize);
+  if (!bsh_on_cuda(packed) || args->K % 64 != 0 || !aligned(packed->data, 4))
+    return bsh_fail(BSH_BAD_VALUE,
+                    "%s: K = %" PRId64 ": weights on a GPU alone, with a K that 64 divides and aligned to 4 bytes",
+                    call->op, args->K);
+  return BSH_OK;
+}
+
+/* Packed bytes like those of the weight, a scale for each block, and of NVFP4 its global scale for each 256 of them. */
+static bsh_status bsh_op_merge_e2m1(bsh_call *const call) {
+  bsh_merge_4bit_args args;
+  bsh_tensor packed, merged, scales, second;
+  BSH_TRY(read_merge(call, &packed, &args));
+  BSH_TRY(check_merge_e2m1(call, &packed, &args));
+  const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
+  const int64_t seconds = args.weight.blocksize == 16 ? bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE) : 0;
+  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
+  BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_uint8, &scales));
+  BSH_TRY(bsh_call_output(call, &packed, 1, &seconds, bsh_torch.dtype_float32, &second));
+  if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
+    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
+  if (args.weight.n == 0) return BSH_OK;
+  args.packed = merged.data;
+  args.scales8 = scales.data;
+  args.second = seconds ? second.data : NULL;
+  bsh_cuda_context context;
+  bsh_call_compute(call);
+  BSH_TRY(bsh_cuda_enter(&context, call->op, packed.device_index, args.N, args.K, args.R));
+  const bsh_status status = bsh_cuda_merge_e2m1(&args, &context);
+  bsh_cuda_leave(&context);
+  return status;
 }
 
 /* Rows [row0, row0 + rows) of the sum, in fp32. */

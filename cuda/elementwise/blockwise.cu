@@ -22,16 +22,6 @@ __device__ __forceinline__ int log2_of(int64_t power_of_two) { return __ffsll(po
 
 // ---- dequantize_4bit ------------------------------------------------------------------------------------------------
 
-// Value of a code by scale, and the scale of a block. NF4 and FP4 flush denormal products, E2M1 (EXACT) does not.
-template <bool EXACT> __device__ __forceinline__ float scaled(float unit, float scale) {
-  return EXACT ? __fmul_rn(unit, scale) : multiply_flush(unit, scale);
-}
-__device__ __forceinline__ float exact_scale(const bsh_scales &scales, int64_t b) {
-  if (scales.absmax != nullptr) return scales.absmax[b];
-  const float unit = scales.absmax_map[scales.absmax_code[b]];
-  return scale_with_denormals(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE], *scales.offset);
-}
-
 template <typename T>
 __device__ __forceinline__ void dequantize_element(const bsh_dequantize_4bit_args &a, int64_t row, int64_t column) {
   const int64_t element = (a.row0 + row) * a.columns + a.column0 + column;

@@ -153,6 +153,16 @@ __device__ __forceinline__ float scale_with_denormals(float unit, float absmax2,
   return __fadd_rn(__fmul_rn(unit, absmax2), offset);
 }
 
+// Value of a code by scale, and the scale of a block. NF4 and FP4 flush denormal products, E2M1 (EXACT) does not.
+template <bool EXACT> __device__ __forceinline__ float scaled(float unit, float scale) {
+  return EXACT ? __fmul_rn(unit, scale) : multiply_flush(unit, scale);
+}
+__device__ __forceinline__ float exact_scale(const bsh_scales &scales, int64_t b) {
+  if (scales.absmax != nullptr) return scales.absmax[b];
+  const float unit = scales.absmax_map[scales.absmax_code[b]];
+  return scale_with_denormals(unit, scales.absmax2[b / BSH_NESTED_BLOCKSIZE], *scales.offset);
+}
+
 // Programmatic dependent launch (sm_90 and newer): nothing that an earlier kernel wrote or still reads may be touched
 // before wait_for_earlier_kernels.
 __device__ __forceinline__ void wait_for_earlier_kernels() {

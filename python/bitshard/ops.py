@@ -53,6 +53,7 @@ search_4bit = torch.ops.bitshard.search_4bit.default
 round_4bit = torch.ops.bitshard.round_4bit.default
 quantize_e2m1 = torch.ops.bitshard.quantize_e2m1.default  # on CUDA `functions.microscaled`
 merge_4bit = torch.ops.bitshard.merge_4bit.default
+merge_e2m1 = torch.ops.bitshard.merge_e2m1.default  # CUDA alone
 merged_values = torch.ops.bitshard.merged_values.default
 quantize_int8 = torch.ops.bitshard.quantize_int8.default
 dequantize_int8 = torch.ops.bitshard.dequantize_int8.default
@@ -101,7 +102,7 @@ def _raising(call: Callable) -> Callable:
 
 OPS = (quantize_4bit, dequantize_4bit, quantize_blockwise, dequantize_blockwise, linear_4bit, linear_4bit_dgrad)
 OPS += (grouped_linear_4bit, grouped_linear_4bit_dgrad, checksum, optimizer_32bit, optimizer_8bit_blockwise)
-OPS += (sort_by_expert, sum_by_token, merge_4bit, merged_values, quantize_e2m1, linear_4bit_int8)
+OPS += (sort_by_expert, sum_by_token, merge_4bit, merge_e2m1, merged_values, quantize_e2m1, linear_4bit_int8)
 OPS += (quantize_int8, dequantize_int8, product_int8, scale_product_int8, linear_int8, linear_int8_dgrad)
 for _op in OPS:
     _op._op = _raising(_op._op)
@@ -240,6 +241,18 @@ def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, form
     merged, blocks = packed.new_empty((packed.numel(), 1)), block_count(N * K, blocksize)
     means = int(absmax.dtype is torch.uint8 and blocks > 0)
     return merged, *(packed.new_empty((count,), dtype=torch.float32) for count in (blocks, means))
+
+
+@torch.library.register_fake("bitshard::merge_e2m1")
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, ...]:
+    _check_devices("merge_e2m1", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
+    merged, blocks = packed.new_empty((packed.numel(), 1)), block_count(N * K, blocksize)
+    seconds = block_count(blocks, 256) if blocksize == 16 else 0
+    return (
+        merged,
+        packed.new_empty((blocks,), dtype=torch.uint8),
+        packed.new_empty((seconds,), dtype=torch.float32),
+    )
 
 
 @torch.library.register_fake("bitshard::merged_values")

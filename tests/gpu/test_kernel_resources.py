@@ -262,7 +262,7 @@ GROUPS = {
     "sum_by_token": r"sum_by_token",
     "search_4bit": r"search_4bit",
     "round_4bit": r"round_4bit",
-    "merge_4bit": r"merge_4bit",
+    "merge_4bit, merge_e2m1": r"merge_(?:4bit|mxfp4|nvfp4)",
     "optimizer, 32 bits": r"optimizer_32bit",
     "optimizer, 8 bits": r"optimizer_8bit",
     "optimizer's norm": r"optimizer_s",

@@ -286,6 +286,43 @@ def test_values_on_the_played_gpu(quant_type, sm):
         assert len(gpu.launches) == 2 and "add_adapters" in gpu.launches[1], gpu.launches
 
 
+@plays
+@pytest.mark.parametrize("quant_type", SHORT)
+@pytest.mark.parametrize("sm", [90, 75])
+def test_short_blocks_on_the_played_gpu(quant_type, sm):
+    """The bytes of the CPU in one launch, of NVFP4 in three; also where the largest value is of the last rows, is not
+    finite, or is 0, and for scales beyond the format's ends."""
+    gpu = machine.Gpu(sm, 2, seed=7)
+    cases = [
+        (20, 128, (70, 3), torch.float32, 1.0),
+        (70, 576, (5,), torch.bfloat16, 1.0),
+        (64, 128, (), torch.float16, 1.0),
+    ]
+    cases += [
+        (7, 64, (33,), torch.float16, 1.0),
+        (130, 192, (2, 1), torch.bfloat16, 1e30),
+        (66, 64, (1,), torch.float32, 1e-30),
+    ]
+    cases += [(65, 128, (3,), torch.float32, math.inf), (66, 64, (3,), torch.float32, 0.0)]
+    for N, K, ranks, dtype, size in cases:
+        packed, state = short_blocks(N, K, quant_type)
+        given = adapters(N, K, ranks, dtype)
+        if size == 0:
+            packed, given = torch.zeros_like(packed), [(A * 0, B, s) for A, B, s in given]
+        elif given:
+            given[-1][1][-1] *= size
+        wanted, new = merge_4bit(packed, state, given)
+        scales = torch.tensor([x for _, b, s in given for x in (*[0.0] * (b.shape[1] - 1), s)])
+        a = torch.cat([A for A, _, _ in given]) if given else torch.empty(0, K, dtype=dtype)
+        b = torch.cat([B for _, B, _ in given], 1) if given else torch.empty(N, 0, dtype=dtype)
+        codes = (state.blocksize, ops.CODES[quant_type], N, K)
+        found, scales8, second = gpu.merge_e2m1(packed, state.scales(), a, b, scales, *codes)
+        assert torch.equal(found, wanted) and torch.equal(scales8, new.absmax), (N, K)
+        has_global = state.kind.has_global
+        assert not has_global or torch.equal(second.nan_to_num(7), new.state2.absmax.nan_to_num(7)), (N, K)
+        assert len(gpu.launches) == (3 if has_global else 1), gpu.launches
+
+
 def _plain(state, absmax):
     state = state.clone()
     state.absmax = absmax
@@ -302,16 +339,32 @@ def test_on_a_gpu(device):
         found, new = merge_4bit(packed.to(device), state.to(device), moved)
         same((found.cpu(), new.to("cpu")), wanted)
     for quant_type in SHORT:
-        for N, K in ((64, 128), (33, 33), (1300, 4096)):
+        for N, K, ranks in ((64, 128, (16, 3)), (33, 33, (16, 3)), (1300, 4096, (16, 3)), (1300, 4096, (16,))):
             packed, state = short_blocks(N, K, quant_type)
-            given = adapters(N, K, (16, 3), torch.bfloat16)
+            given = adapters(N, K, ranks, torch.bfloat16)
             wanted = merge_4bit(packed, state, given)
             moved = [(A.to(device), B.to(device), s) for A, B, s in given]
             found, new = merge_4bit(packed.to(device), state.clone().to(device), moved)
             same((found.cpu(), new.to("cpu")), wanted)
 
 
+def test_a_stack_on_a_gpu(device):
+    """Each expert has the CPU's bytes."""
+    E, N, K = 3, 70, 192
+    w = torch.randn(E, N, K, generator=torch.Generator().manual_seed(1)) * 0.02
+    for quant_type in ("nf4", *SHORT):
+        kind = kind_of(quant_type)
+        settings = {"quant_type": quant_type, "compress_statistics": True} if kind.nests else {}
+        packed, state = kind.stack.quantize(w, quant_storage=torch.uint8, blocksize=kind.blocksize, **settings)
+        given = [(torch.randn(E, 4, K), torch.randn(E, N, 4) * 0.01, 2.0)]
+        wanted = merge_4bit(packed, state, given)
+        moved = [(A.to(device), B.to(device), s) for A, B, s in given]
+        found, new = merge_4bit(packed.to(device), state.clone().to(device), moved)
+        same((found.cpu(), new.to("cpu")), wanted)
+
+
 W, S = weight(8, 64)
+V, M = short_blocks(8, 64, "mxfp4")
 A, B, R = torch.ones(2, 64), torch.ones(8, 2), torch.ones(2)
 WRONG = [
     (lambda: ops.merge_4bit(W, *S.scales(), A[:, :63], B, R, 64, 0, 8, 64), r"a has 126 elements, expected \[2, 64\]"),
@@ -323,6 +376,8 @@ WRONG = [
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, 6, 3), "3 rows from row 6 on, the weight has 8"),
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, -1, 3), "3 rows from row -1 on"),
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 3, 8, 64, 0, 8), "format 3 is none of"),
+    (lambda: ops.merge_e2m1(W, *S.scales(), A, B, R, 64, 0, 8, 64), "format 0 in blocks of 64 is neither MXFP4 nor"),
+    (lambda: ops.merge_e2m1(V, *M.scales(), A, B, R, 32, 2, 8, 64), "K = 64: weights on a GPU alone"),
 ]
 
 

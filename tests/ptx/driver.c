@@ -165,6 +165,10 @@ OP(sort_by_expert)
 OP(sum_by_token)
 OP(round_4bit)
 OP(merge_4bit)
+EXPORT int gpu_merge_e2m1(const bsh_merge_4bit_args *const args) {
+  const bsh_cuda_context context = context_of("merge_e2m1");
+  return bsh_cuda_merge_e2m1(args, &context);
+}
 EXPORT int gpu_merged_values(const bsh_merge_4bit_args *const args, const int64_t begin, const int64_t end,
                              float *const values) {
   const bsh_cuda_context context = context_of("merged_values");

@@ -189,7 +189,7 @@ Sort = struct("Sort", "*chosen *order *back *row *offs S k -E -elsewhere")
 Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
-Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype *mean *sums")
+Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype *mean *sums *scales8 *second")
 Product = struct("Product", "weight *x *bias *y M N K ldx ldy *offs E ~threshold -dtype -direction")
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
 QuantizeInt8 = struct("QuantizeInt8", "*x *codes *absmax *outliers M K ldx ~threshold -dtype")
@@ -400,6 +400,17 @@ class Gpu:
         more += [] if mean is None else [mean]
         self.call("merge_4bit", args, tensors=[*tensors, *more])
         return merged, absmax, mean
+
+    def merge_e2m1(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int):
+        weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
+        blocks = N * K // blocksize
+        merged, scales8 = torch.empty_like(packed), torch.empty(blocks, dtype=torch.uint8)
+        second = torch.empty(-(-blocks // 256) if blocksize == 16 else 0)
+        more = [a, b, of_ranks, merged, scales8, *[second] * (blocksize == 16)]
+        pointers = [tensor.data_ptr() for tensor in more] + [None] * (blocksize != 16)
+        args = Merge(weight, *pointers[:4], None, N, K, of_ranks.numel(), DTYPES[a.dtype], None, None, *pointers[4:])
+        self.call("merge_e2m1", args, tensors=[*tensors, *more])
+        return merged, scales8, second
 
     def merged_values(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int, row0, rows):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)

@@ -265,6 +265,7 @@ static inline uint64_t ptx_mul_f64(const uint64_t a, const uint64_t b) {
   return ptx_bits64(ptx_double(a) * ptx_double(b));
 }
 static inline uint64_t ptx_mul_rn_f64(const uint64_t a, const uint64_t b) { return ptx_mul_f64(a, b); }
+static inline uint32_t ptx_rcp_rn_f32(const uint32_t a) { return ptx_bits(1.0f / ptx_float(a)); }
 static inline uint64_t ptx_rcp_rn_f64(const uint64_t a) { return ptx_bits64(1.0 / ptx_double(a)); }
 static inline uint64_t ptx_fma_rn_f64(const uint64_t a, const uint64_t b, const uint64_t c) {
   return ptx_bits64(fma(ptx_double(a), ptx_double(b), ptx_double(c)));
@@ -287,6 +288,13 @@ static inline uint32_t ptx_cvt_rn_f32_s32(const uint32_t a) { return ptx_bits((f
 static inline uint32_t ptx_cvt_rn_f32_s16(const uint16_t a) { return ptx_bits((float)(int16_t)a); }
 static inline uint32_t ptx_cvt_rn_f32_s8(const uint16_t a) { return ptx_bits((float)(int8_t)a); }
 /* To the nearest even, at the ends of int32 what they are; NaN is 0. */
+static inline uint32_t ptx_cvt_rni_f32_f32(const uint32_t a) { return ptx_bits(nearbyintf(ptx_float(a))); }
+
+/* To the number below, clamped; NaN is 0. */
+static inline uint32_t ptx_cvt_rzi_u32_f32(const uint32_t a) {
+  const float value = ptx_float(a);
+  return !(value > 0.0f) ? 0 : value >= 0x1p32f ? UINT32_MAX : (uint32_t)value;
+}
 static inline uint32_t ptx_cvt_rni_s32_f32(const uint32_t a) {
   const float value = rintf(ptx_float(a));
   if (isnan(value)) return 0;

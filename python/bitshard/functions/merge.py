@@ -63,8 +63,18 @@ def _by_maxima(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tenso
     return merged, new
 
 
+def _microscaled(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
+    """MXFP4 and NVFP4: one op on CUDA, where rows are whole words of 64 columns; else by panels."""
+    whole_words = state.shape[1] % 64 == 0 and (torch.compiler.is_compiling() or packed.data_ptr() % 4 == 0)
+    if not packed.is_cuda or not whole_words:
+        return _by_panels(packed, state, joined)
+    merged, scales, second = ops.merge_e2m1(packed, *state.scales(), *joined, *_numbers(state))
+    second = second if state.kind.has_global else None
+    return merged, state.kind.state(QuantState, scales, second, state.shape, state.dtype)
+
+
 def _by_panels(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
-    """MXFP4 and NVFP4: the sum in float32, rows of up to `microscaled.AT_ONCE` elements at a time."""
+    """The sum in float32, rows of up to `microscaled.AT_ONCE` elements at a time."""
     N, K = state.shape
     rows = max(microscaled.AT_ONCE // max(K * state.blocksize, 1), 1) * state.blocksize  # whole blocks
 
@@ -103,7 +113,7 @@ def _numbers(state: QuantState) -> tuple[int, int, int, int]:
     return state.blocksize, ops.CODES[state.quant_type], *state.shape
 
 
-for _kind, _make in ((FOUR_BIT, _by_maxima), (MXFP4, _by_panels), (NVFP4, _by_panels)):
+for _kind, _make in ((FOUR_BIT, _by_maxima), (MXFP4, _microscaled), (NVFP4, _microscaled)):
     _kind.merge, _kind.stack.merge = partial(_into_one, _make), _by_expert
 
 
