@@ -17,12 +17,12 @@ template <typename FORM> __device__ __forceinline__ void init_barriers(const sha
   fence_mbarrier_init();
 }
 
-// part = 64 of K of A in registers times x.
+// part = 64 of K of A in registers times x; added: to what is there.
 template <typename T, int TOKENS>
-__device__ __forceinline__ void multiply_unit(float *part, const uint32_t (*a)[4], uint32_t x) {
+__device__ __forceinline__ void multiply_unit(float *part, const uint32_t (*a)[4], uint32_t x, bool added = false) {
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[k], x + k * 2, k > 0);
+  for (int k = 0; k < 4; k++) wgmma<T, TOKENS>::mma_async(part, a[k], x + k * 2, k > 0 || added);
   wgmma_commit();
 }
 
@@ -32,14 +32,14 @@ template <typename T, typename FORM, scale_kind KIND, int SUMS>
 __device__ __forceinline__ void
 multiply_piece(const shared_layout &shared, const scale_loader<KIND> &scales, x_loader<FORM> &x_in,
                const bool &brings_x, const bool &active, const int &lane, const int &piece, const uint32_t &slot,
-               const uint32_t &own, const uint32_t &lane_base, const uint32_t &x_base, uint32_t &stage,
-               uint32_t &parity, uint32_t (*a)[4][4], float (&sum)[SUMS], float (&part)[SUMS]) {
+               const uint32_t &own, const uint32_t &lane_base, const uint32_t &x_base, const float &zero,
+               uint32_t &stage, uint32_t &parity, uint32_t (*a)[4][4], float (&sum)[SUMS], float (&part)[SUMS]) {
   constexpr int TOKENS = FORM::TOKENS, K_PARTS = FORM::K_PARTS, UNITS = FORM::STAGE_UNITS;
   constexpr bool AHEAD = FORM::AHEAD;
   uint2 upper_bytes, lower_bytes; // of the unit decoded next, read one unit ahead
   auto scaled = [&](int unit) {   // the operands of a unit, with the scales of their blocks
     if constexpr (SHORT<KIND>)
-      scale_unit<T>(a[AHEAD ? unit & 1 : 0], scales.template factor<T>(0, unit), scales.template factor<T>(1, unit));
+      scale_unit<T>(a[AHEAD ? unit & 1 : 0], scales.factors[0].of(unit), scales.factors[1].of(unit));
   };
   auto read_bytes = [&](int unit) {
     const uint32_t bytes = (own + slot) ^ (unit * 32);
@@ -59,19 +59,25 @@ multiply_piece(const shared_layout &shared, const scale_loader<KIND> &scales, x_
     }
     scaled(unit);
     multiply_unit<T, TOKENS>(part, a[AHEAD ? unit & 1 : 0],
-                             x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4));
+                             x_base + ((stage * FORM::STAGE_BYTES + unit % UNITS * (TOKENS * 128)) >> 4),
+                             SHORT<KIND> && unit > 0);
     if (AHEAD && unit + 1 < BSH_PIECE_UNITS) {
       decode_unit<K_PARTS == 2>(a[(unit + 1) & 1], upper_bytes, lower_bytes, lane_base, active);
       if (unit + 2 < BSH_PIECE_UNITS) read_bytes(unit + 2);
     }
-    const float upper = scales.of(0, piece, unit), lower = scales.of(1, piece, unit);
+    const bool complete = !SHORT<KIND> || unit + 1 == BSH_PIECE_UNITS || !scales.same; // else the next unit is added
+    const float upper = complete ? scales.of(0, piece, unit) : 0.f, lower = complete ? scales.of(1, piece, unit) : 0.f;
     wgmma_wait<0, SUMS>(part);
     if (unit % UNITS == UNITS - 1) {
       if (lane == 0) mbarrier_arrive(shared.empty + 8 * stage);
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    if (complete)
 #pragma unroll
-    for (int i = 0; i < SUMS; i++) sum[i] += (i & 2 ? lower : upper) * part[i];
+      for (int i = 0; i < SUMS; i++) {
+        sum[i] += (i & 2 ? lower : upper) * part[i];
+        if (SHORT<KIND>) part[i] = zero; // what is added to it: all warps of a group issue the same wgmma
+      }
   }
 }
 
@@ -94,7 +100,7 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   if (warp < WARPS)
     for (int i = 0; i < min(work.count, OWN_X ? 2 : 4); i++)
       weights.prefetch(base + min(start.piece + i, work.pieces - 1));
-  build_table<T>(shared.table, args.format);
+  build_table<T>(shared.table, args.format, TABLE_TIMES<T, KIND>);
   if (threadIdx.x == 0) init_barriers<FORM>(shared);
   if (OWN_X) __syncthreads();
   wait_for_earlier_kernels();
@@ -135,6 +141,9 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
   const uint32_t own = keep(shared_address(shared.ring) + warp * SLOTS * PIECE_BYTES + g * 128 + (g & 3) * 32 + c * 8);
   const uint32_t x_base =
       wgmma_descriptor(shared_address(shared.x) + (K_PARTS == 1 ? 0 : warp / ROW_WARPS * FORM::PART_BYTES));
+  // Where it knows sums to be 0, ptxas makes of the next wgmma one that does not add, by a flag of each warp; but it is
+  // one instruction of a group of warps, which must not differ in that.
+  const float zero = __int_as_float(args.K & (BSH_UNIT - 1));
   uint32_t a[AHEAD ? 2 : 1][4][4] = {};
   float sum[SUMS] = {}, part[SUMS];
   uint32_t slot = 0, fill = (SLOTS - 1) * PIECE_BYTES, stage = 0, parity = 0;
@@ -147,13 +156,14 @@ template <typename T, typename FORM, scale_kind KIND> __device__ __forceinline__
       load_next(left >= SLOTS, fill);
       const int piece = base + at.piece;
       if (at.piece == from || piece % scales.GROUP == 0) {
-        scales.resolve(args, shared.map, offset);
+        if constexpr (SHORT<KIND>) scales.template resolve_short<T>(offset);
+        else scales.resolve(args, shared.map, offset);
         work_range next = {at.block, (piece / scales.GROUP + 1) * scales.GROUP, 0};
         if (K_PARTS == 1 && next.piece >= at.end) next = work.after(at);
         scales.fetch(args, rows.tile(next.block), next.piece);
       }
       multiply_piece<T, FORM, KIND>(shared, scales, x_in, brings_x, rows.active, lane, piece, slot, own, lane_base,
-                                    x_base, stage, parity, a, sum, part);
+                                    x_base, zero, stage, parity, a, sum, part);
       fill = slot;
       slot = slot == (SLOTS - 1) * PIECE_BYTES ? 0 : slot + PIECE_BYTES;
     }

@@ -37,15 +37,16 @@ struct weight_loader {
 
 // Scales of a warp's 16 rows. A group is 4 pieces (ANY_SCALES: 1); lane c of a quad holds, for rows g and g + 8, the 4
 // units of piece c of the group (ANY_SCALES: unit c of the piece). Fetched a group ahead and kept raw until used.
-// NESTED_64: nested, one scale a unit, units of a row a multiple of 4. SHORT: `scale` is that of the second level, the
-// bytes of the unit's blocks are in `blocks`.
+// NESTED_64: nested, one scale a unit, units of a row a multiple of 4. SHORT: `scale` is that of the second level, and
+// `same` whether each row has one for all units of the piece; scales of blocks are in `factors`.
 template <scale_kind KIND> struct scale_loader {
   static constexpr int GROUP = KIND == NESTED_64 ? 4 : 1; // pieces
   static constexpr int PER_LANE = KIND == NESTED_64 ? 4 : 1;
   uint32_t raw[2]; // 4 codes; ANY_SCALES: 1 code or the fp32 bits of a plain scale
   float second[2];
   float scale[2][PER_LANE];
-  uint32_t blocks[2];
+  unit_factors factors[2];
+  bool same;
 
   // Block of this lane's first scale, rows g (r = 0) and g + 8 of the tile.
   static __device__ __forceinline__ uint32_t block(const bsh_fused_args &args, int tile, int piece, int r) {
@@ -78,8 +79,7 @@ template <scale_kind KIND> struct scale_loader {
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int i = 0; i < PER_LANE; i++)
-        if (SHORT<KIND>) scale[r][0] = second[r] + offset, blocks[r] = raw[r];
-        else if (KIND == NESTED_64) scale[r][i] = scale_with_denormals(map[raw[r] >> (8 * i) & 255], second[r], offset);
+        if (KIND == NESTED_64) scale[r][i] = scale_with_denormals(map[raw[r] >> (8 * i) & 255], second[r], offset);
         else scale[r][i] = args.absmax ? __uint_as_float(raw[r]) : scale_with_denormals(map[raw[r]], second[r], offset);
   }
   // Scale of `unit` of the piece, rows g (r = 0) and g + 8.
@@ -87,9 +87,17 @@ template <scale_kind KIND> struct scale_loader {
     return KIND == NESTED_64 ? __shfl_sync(~0u, scale[r][unit % PER_LANE], piece % GROUP, 4)
                              : __shfl_sync(~0u, scale[r][0], unit, 4);
   }
-  // SHORT: of the operands of `unit` of the piece.
-  template <typename T> __device__ __forceinline__ uint32_t factor(int r, int unit) const {
-    return block_factor<T, KIND>(__shfl_sync(~0u, blocks[r], unit, 4), block_selector<KIND>(threadIdx.x & 3));
+  // SHORT, instead of resolve. `verdict`, or a scale that is none of the format's, makes the piece NaN.
+  template <typename T> __device__ __forceinline__ void resolve_short(float verdict) {
+    bool equal = true;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      factors[r] = factors_of<T, KIND>(raw[r], threadIdx.x & 3);
+      scale[r][0] = second[r] + verdict;
+      if (__any_sync(~0u, is_beyond<KIND>(raw[r]))) scale[r][0] = __uint_as_float(NAN_BITS);
+      equal &= __float_as_uint(scale[r][0]) == __shfl_sync(~0u, __float_as_uint(scale[r][0]), 0, 4);
+    }
+    same = __all_sync(~0u, equal);
   }
 };
 

@@ -40,9 +40,9 @@ __device__ __forceinline__ float code_value(int format, int code) {
   return format == BSH_FP4 ? pick(code, BSH_FP4_VALUES) : pick(code, BSH_NF4_VALUES);
 }
 
-// Fills the pair table; all warps of the block, then a barrier by the caller.
-template <typename T> __device__ __forceinline__ void build_table(char *table, int format) {
-  const float value = code_value(format, threadIdx.x & 15);
+// Fills the pair table, with values times a power of two; all warps of the block, then a barrier by the caller.
+template <typename T> __device__ __forceinline__ void build_table(char *table, int format, float times = 1.f) {
+  const float value = code_value(format, threadIdx.x & 15) * times;
   for (int i = threadIdx.x; i < 256 * 8; i += blockDim.x) {
     const int byte = i >> 3; // blockDim is a multiple of 32: whole warps take part in the shuffles
     const float first = __shfl_sync(~0u, value, byte >> 4), second = __shfl_sync(~0u, value, byte & 15);

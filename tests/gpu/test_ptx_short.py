@@ -60,6 +60,11 @@ CASES = [
     (SM90, 90, BF16, 31, 64, 8256, "mxfp4", False),
     (SM90, 90, BF16, 64, 3200, 320, "nvfp4", False),
     (SM90, 90, BF16, 9, 272, 448, "nvfp4", True),
+    # units of a row no multiple of a piece's: warps of a group in which the second level changes, and others
+    (SM90, 90, BF16, 1, 160, 2880, "mxfp4", True),
+    (SM90, 90, F16, 7, 80, 4032, "nvfp4", True),
+    (SM90, 90, BF16, 20, 1088, 704, "nvfp4", False),
+    (SM90, 90, BF16, 33, 1600, 448, "mxfp4", False),
     (SM80, 80, BF16, 40, 136, 704, "nvfp4", True),
     (SM80, 80, F16, 300, 120, 320, "nvfp4", False),
     (SM80, 80, BF16, 40, 136, 320, "mxfp4", True),
@@ -186,9 +191,13 @@ def test_other_scales_give_nan(kernel, kind):
             wrong[entry] = 1.5
         assert multiply(codes, wrong, second, offset).isnan().all(), entry
     assert multiply(codes, table, second, offset + 1e-30).isnan().all()
+    for byte in ((253, 255) if kind == "mxfp4" else (127, 129)) if kernel == SM90 else ():
+        beyond = codes.clone()
+        beyond[5] = byte  # no scale of the format
+        assert multiply(beyond, table, second, offset)[:, 0].isnan().all(), byte
 
 
-# file, what is replaced there, by what; kernels that must go wrong
+# file, what is replaced there, by what; of which format
 FAULTS = [
     ("decode_short.cuh", r"c : c >> 1\)", "c : c)", "mxfp4"),  # a half of a block of 32 has the next one's scale
     ("decode_short.cuh", r"max\(twice >> 1, 0x00400040u\)", "twice >> 1", "mxfp4"),  # 2^-127 is 0
@@ -203,28 +212,56 @@ FAULTS = [
         "nvfp4",
     ),
 ]
+SM90_FAULTS = [
+    ("decode_short.cuh", "0x1100", "0x0100", "mxfp4"),  # half a block of 32 has the next one's scale
+    ("decode_short.cuh", "0x00800080u", "0x00800000u", "mxfp4"),
+    ("decode_short.cuh", ": 0x1p120f", ": 0x1p119f", "nvfp4"),
+    ("decode_short.cuh", "0x3715", "0x3751", "nvfp4"),  # another unit's scale
+    ("loaders_sm90.cuh", r"__all_sync\(~0u, equal\)", "true", "nvfp4"),  # the last unit's second level for all
+    ("gemm_4bit_sm90.cuh", r"part\[i\] = zero", "part[i] += zero", "nvfp4"),  # units are added twice
+    ("gemm_4bit_sm90.cuh", r"part\[i\] = zero", "part[i] = 0.f", "mxfp4"),  # ptxas then makes flags of it
+]
+NAMES = {"mxfp4": ("mx", "E8M0_32"), "nvfp4": ("nv", "E4M3_16")}  # of kernels, of their scales
+# The kernel in front of gemm_4bit_sm90, which stands in a source of its own.
+X_UNITS = 'extern "C"' + (machine.ROOT / "cuda/gemm/gemm_4bit_sm90.cu").read_text().partition('extern "C"')[2]
+
+
+def check_format(kernel: str, kind: str, K: int) -> None:
+    """All codes with all scales, and a product of few rows."""
+    packed, scales, w = every_pair(kind, BF16)
+    rest = (None, BLOCK[kind], E2M1)
+    rows = 16 if kernel == SM90 else 64  # of its form with the fewest
+    for x, exact in zip(torch.eye(64).to(BF16).split(rows), w.T.split(rows), strict=True):
+        y, _ = machine.Gpu(90, 2).linear_4bit(x, packed, scales, *rest, len(w), 64, kernel)
+        assert torch.equal(y, exact)
+    torch.manual_seed(0)
+    packed, scales = weight(48, K, kind)
+    x = torch.randn(4, K).to(BF16)
+    y, _ = machine.Gpu(90, 2).linear_4bit(x, packed, scales, *rest, 48, K, kernel)
+    assert_close(y, x, values(packed, scales, kind).view(48, K), None)
+
+
+@pytest.mark.parametrize("kernel, K", [(GEMV, 4416), (SM90, 1728)])
+@pytest.mark.parametrize("kind", ["mxfp4", "nvfp4"])
+def test_nothing_planted_is_right(kernel, K, kind):
+    check_format(kernel, kind, K)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
 def test_planted_faults_are_seen(fault, monkeypatch, tmp_path):
     file, pattern, instead, kind = fault
-    name, scales = {"mxfp4": ("mx", "E8M0_32"), "nvfp4": ("nv", "E4M3_16")}[kind]
     kernels = "".join(
-        f"BSH_GEMV_4BIT(__nv_bfloat16, gemv_4bit_bf16_{form}_{name}, {sizes}, {scales})\n"
+        f"BSH_GEMV_4BIT(__nv_bfloat16, gemv_4bit_bf16_{form}_{NAMES[kind][0]}, {sizes}, {NAMES[kind][1]})\n"
         for form, sizes in (("m8_k8", "1, 8"), ("m16_k4", "2, 4"))
     )
     plant(monkeypatch, tmp_path, "gemv_4bit_short", 90, "GEMV_MX", kernels, file, pattern, instead)
+    assert goes_wrong(lambda: check_format(GEMV, kind, 4416))
 
-    def check():
-        packed, scales, w = every_pair(kind, BF16)
-        rest = (None, BLOCK[kind], E2M1)
-        assert torch.equal(
-            machine.Gpu(90, 2).linear_4bit(torch.eye(64).to(BF16), packed, scales, *rest, len(w), 64, GEMV)[0], w.T
-        )
-        torch.manual_seed(0)
-        packed, scales = weight(48, 4416, kind)
-        x = torch.randn(4, 4416).to(BF16)
-        y, _ = machine.Gpu(90, 2).linear_4bit(x, packed, scales, *rest, 48, 4416, GEMV)
-        assert_close(y, x, values(packed, scales, kind).view(48, 4416), None)
 
-    assert goes_wrong(check)
+@pytest.mark.parametrize("fault", SM90_FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1]}")
+def test_faults_planted_in_wgmma_are_seen(fault, monkeypatch, tmp_path):
+    file, pattern, instead, kind = fault
+    name, scales = NAMES[kind]
+    kernels = f"BSH_GEMM_SM90(__nv_bfloat16, gemm_4bit_bf16_m16_{name}, 16, 1, {scales})\n" + X_UNITS
+    plant(monkeypatch, tmp_path, "gemm_4bit_sm90_short", 90, "GEMM_MX", kernels, file, pattern, instead)
+    assert goes_wrong(lambda: check_format(SM90, kind, 1728))

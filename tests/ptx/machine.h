@@ -565,6 +565,9 @@ void ptx_mma_m16n8k32_s8(ptx_thread *t, const uint32_t *in, uint32_t *out);
 void ptx_mma_m8n8k16_s8(ptx_thread *t, const uint32_t *in, uint32_t *out);
 void ptx_ldmatrix(ptx_thread *t, uint64_t address, uint32_t matrices, bool transposed, uint32_t *out);
 
+/* The flag of a wgmma in machine code: ptxas does not add to sums that it knows to be 0. Where they are so in some
+ * warps of a group only, these issue different wgmma. */
+static inline uint32_t ptx_adds(const uint32_t keep, const bool constant) { return keep != 0 && !constant; }
 /* D [64, columns] (+)= A [64, 16] B: `b` is the descriptor of a K-major tile in shared memory, `keep` 0 drops D. */
 void ptx_wgmma_bf16(ptx_thread *t, uint32_t columns, uint32_t *const *d, const uint32_t *a, uint64_t b, uint32_t keep);
 void ptx_wgmma_f16(ptx_thread *t, uint32_t columns, uint32_t *const *d, const uint32_t *a, uint64_t b, uint32_t keep);

@@ -170,6 +170,8 @@ class Translator:
         self.scopes: list[dict[str, str]] = [{}]
         self.labels: list[dict[str, str]] = [{}]
         self.fresh = 0
+        self.sums = set(re.findall(r"wgmma\.mma_async\S*\s+\{\s*([^,\s]+)", function.body))  # the first of each D
+        self.zeros: set[str] = set()  # registers that hold a constant 0, up to the next label
 
     # -- names --
 
@@ -266,6 +268,7 @@ class Translator:
                 self.scopes.pop()
                 self.labels.pop()
             elif isinstance(statement, tuple):
+                self.zeros.clear()
                 self.f.lines.append(f"{self.label(statement[0])}:;")
             else:
                 self.statement(statement)
@@ -296,8 +299,20 @@ class Translator:
         if guard:
             text = text[guard.end() :]
         name, _, rest = text.partition(" ")
-        code = self.instruction(name, operands_of(rest))
+        code = self.instruction(name, operands_of(rest)) + self.constant_sums(name, operands_of(rest))
         self.f.lines.append(f"if ({guard.group(1)}{self.value(guard.group(2))}) {{ {code} }}" if guard else code)
+
+    def constant_sums(self, name: str, operands: list[str]) -> str:
+        """Keeps whether the sums that a wgmma adds to are a constant 0: ptxas then multiplies without adding."""
+        target = operands[0].strip("{").partition(",")[0] if operands else ""
+        known = name == "mov.f32" and (operands[1] == "0f00000000" or operands[1] in self.zeros)
+        (self.zeros.add if known else self.zeros.discard)(target)
+        return f" {self.constant(target)} = {int(known)};" if target in self.sums else ""
+
+    def constant(self, sums: str) -> str:
+        name = f"constant_{self.value(sums)}"
+        self.f.registers[name] = "pred"
+        return name
 
     def directive(self, text: str) -> None:
         if text.startswith(".reg"):
@@ -516,17 +531,18 @@ class Translator:
                 parts[1], f"ptx_wgmma_wait(t, {self.value(operands[0]) if operands else 0});"
             )
         columns, kind = int(re.search(r"n(\d+)k(?:16|32)", parts[4]).group(1)), parts[-1]
+        adds = f"ptx_adds({self.value(operands[3])}, {self.constant(operands[0][1:].partition(',')[0].strip())})"
         d, a = operands_of(operands[0].strip("{}")), operands_of(operands[1].strip("{}"))
         registers = ", ".join(f"&{self.value(name)}" for name in d)
         if not operands[1].startswith("{"):
             assert operands[4:] == ([] if kind == "s8" else ["1", "1", "0", "0"]), f"wgmma {operands[4:]}"
-            values = ", ".join(self.value(operand) for operand in operands[1:4])
-            call = f"ptx_wgmma_tiles(t, PTX_{kind.upper()}, {columns}, d, {values})"
+            values = ", ".join(self.value(operand) for operand in operands[1:3])
+            call = f"ptx_wgmma_tiles(t, PTX_{kind.upper()}, {columns}, d, {values}, {adds})"
             return f"{{ uint32_t *const d[] = {{{registers}}}; {call}; }}"
         assert operands[4:] == ["1", "1", "0"], f"wgmma {operands[4:]}"
         values = ", ".join(self.value(name) for name in a)
         code = f"{{ uint32_t *const d[] = {{{registers}}}; const uint32_t a[] = {{{values}}}; "
-        return code + f"ptx_wgmma_{kind}(t, {columns}, d, a, {self.value(operands[2])}, {self.value(operands[3])}); }}"
+        return code + f"ptx_wgmma_{kind}(t, {columns}, d, a, {self.value(operands[2])}, {adds}); }}"
 
     # -- asynchronous copies and their barriers --
 
