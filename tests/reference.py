@@ -245,6 +245,13 @@ def merge_4bit(values: Tensor, adapters: list[tuple[Tensor, Tensor, float]]) -> 
     return values
 
 
+def merge_e2m1(values: Tensor, adapters: list, has_global: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`merge_4bit` in MXFP4, or NVFP4 with a global scale: the largest magnitude / (6 * 448), an inverse's inverse."""
+    merged = merge_4bit(values, adapters)
+    whole = 1 / (1 / (merged.abs().max() / torch.tensor(6.0 * 448))) if has_global else None
+    return *quantize_e2m1(merged, whole), whole
+
+
 def merged_values(values: Tensor, adapters: list[tuple[Tensor, Tensor, float]], row0: int, rows: int) -> Tensor:
     """Rows [row0, row0 + rows) of `merge_4bit`."""
     return merge_4bit(values, adapters)[row0 : row0 + rows]

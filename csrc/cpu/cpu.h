@@ -72,6 +72,7 @@ bsh_status bsh_cpu_round_4bit(const bsh_round_4bit_args *args);
 
 /* Adapters merged into a weight (docs/merging.md). */
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *args);
+bsh_status bsh_cpu_merge_e2m1(const bsh_merge_4bit_args *args);
 /* Elements [begin, end) of the sum in fp32, not quantized. The weight may be E2M1; packed and absmax are not used. */
 bsh_status bsh_cpu_merged_values(const bsh_merge_4bit_args *args, int64_t begin, int64_t end, float *values);
 

@@ -1,6 +1,7 @@
 /* cpu/merge.c - adapters merged into a packed weight, a tile at a time: decode, add, quantize, or leave it in fp32. A
  * thread owns tiles. */
 #include "core/arithmetic.h"
+#include "core/e2m1.h"
 #include "cpu/cpu.h"
 
 enum { TILE = 4096, GRAIN = 4 }; /* elements of a tile, a multiple of every block; tiles that are worth a thread */
@@ -42,6 +43,55 @@ bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *const args) {
   bsh_merge_4bit_args copy = *args;
   bsh_parallel_for(0, divide_up(args->weight.n, TILE), GRAIN, merge_tiles, &copy);
   if (args->mean) *args->mean = mean_of(args->absmax, divide_up(args->weight.n, args->weight.blocksize));
+  return BSH_OK;
+}
+
+/* MXFP4 and NVFP4: args->maxima, one number, becomes the largest magnitude as bits, by which a NaN is the largest. */
+static void largest_of_tiles(const int64_t tile_begin, const int64_t tile_end, void *const ctx) {
+  const bsh_merge_4bit_args *const args = ctx;
+  float values[TILE];
+  uint32_t most = 0;
+  for (int64_t tile = tile_begin; tile < tile_end; tile++) {
+    const int64_t begin = tile * TILE, end = min_i64(begin + TILE, args->weight.n);
+    add_to_tile(args, begin, end, values);
+    for (int64_t i = 0; i < end - begin; i++) {
+      const uint32_t bits = float_bits(values[i]) & 0x7FFFFFFFu;
+      most = bits > most ? bits : most;
+    }
+  }
+  uint32_t old = __atomic_load_n(args->maxima, __ATOMIC_RELAXED);
+  while (old < most &&
+         !__atomic_compare_exchange_n(args->maxima, &old, most, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+static void short_tiles(const int64_t tile_begin, const int64_t tile_end, void *const ctx) {
+  const bsh_merge_4bit_args *const args = ctx;
+  float values[TILE];
+  for (int64_t tile = tile_begin; tile < tile_end; tile++) {
+    const int64_t begin = tile * TILE, end = min_i64(begin + TILE, args->weight.n);
+    const bsh_quantize_e2m1_args quantize = {.x = values,
+                                             .packed = args->packed + begin / 2,
+                                             .scales = args->scales8 + begin / args->weight.blocksize,
+                                             .whole = args->second,
+                                             .n = end - begin,
+                                             .dtype = BSH_F32};
+    add_to_tile(args, begin, end, values);
+    bsh_cpu()->quantize_e2m1(&quantize, 0, end - begin);
+  }
+}
+
+bsh_status bsh_cpu_merge_e2m1(const bsh_merge_4bit_args *const args) {
+  const int64_t tiles = divide_up(args->weight.n, TILE);
+  const int64_t seconds = divide_up(divide_up(args->weight.n, args->weight.blocksize), BSH_NESTED_BLOCKSIZE);
+  bsh_merge_4bit_args copy = *args;
+  uint32_t largest = 0;
+  copy.maxima = &largest;
+  if (args->second) {
+    bsh_parallel_for(0, tiles, GRAIN, largest_of_tiles, &copy);
+    for (int64_t i = 0; i < seconds; i++) args->second[i] = bsh_global_scale(bits_float(largest));
+  }
+  bsh_parallel_for(0, tiles, GRAIN, short_tiles, &copy);
   return BSH_OK;
 }
 

@@ -496,9 +496,8 @@ static bsh_status check_merge_e2m1(const bsh_call *const call, const bsh_tensor 
   if (args->weight.format != BSH_E2M1 || args->weight.scales.absmax || (blocksize != 32 && blocksize != 16))
     return bsh_fail(BSH_BAD_VALUE, "%s: format %d in blocks of %" PRId64 " is neither MXFP4 nor NVFP4", call->op,
                     args->weight.format, blocksize);
-  if (!bsh_on_cuda(packed) || args->K % 64 != 0 || !aligned(packed->data, 4))
-    return bsh_fail(BSH_BAD_VALUE,
-                    "%s: K = %" PRId64 ": weights on a GPU alone, with a K that 64 divides and aligned to 4 bytes",
+  if (bsh_on_cuda(packed) && (args->K % 64 != 0 || !aligned(packed->data, 4)))
+    return bsh_fail(BSH_BAD_VALUE, "%s: K = %" PRId64 " on a GPU: 64 has to divide it, and words of 4 bytes be whole",
                     call->op, args->K);
   return BSH_OK;
 }
@@ -520,12 +519,7 @@ static bsh_status bsh_op_merge_e2m1(bsh_call *const call) {
   args.packed = merged.data;
   args.scales8 = scales.data;
   args.second = seconds ? second.data : NULL;
-  bsh_cuda_context context;
-  bsh_call_compute(call);
-  BSH_TRY(bsh_cuda_enter(&context, call->op, packed.device_index, args.N, args.K, args.R));
-  const bsh_status status = bsh_cuda_merge_e2m1(&args, &context);
-  bsh_cuda_leave(&context);
-  return status;
+  BSH_COMPUTE(merge_e2m1, &packed, args.N, args.K, args.R, &args);
 }
 
 /* Rows [row0, row0 + rows) of the sum, in fp32. */

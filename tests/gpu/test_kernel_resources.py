@@ -170,7 +170,7 @@ def test_no_local_memory(arch):
 
 @pytest.mark.skipif("90a" not in ARCHS, reason="needs code of sm_90a")
 def test_warps_of_a_group_multiply_alike():
-    """Of sums that some warps have set to 0, ptxas can make a flag of each warp: one that is then taken for all four."""
+    """Of sums that some warps set to 0, ptxas can make a flag of each warp: one that is then taken for all four."""
     flags = {kernel.name: wgmma_flags(kernel) for _, kernel in kernels_of("90a")}
     assert sum(map(bool, flags.values())) > 50
     assert not [name for name, found in flags.items() if any(found)]

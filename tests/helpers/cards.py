@@ -59,7 +59,7 @@ class Launch:
 
 # Entries that no plan names.
 ALONE = re.compile(
-    r"(?:de)?quantize_|checksum|optimizer_|sort_by_expert|sum_by_token|search_4bit|round_4bit|merge_4bit|add_adapters|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32|int8_gemm_4bit"
+    r"(?:de)?quantize_|checksum|optimizer_|sort_by_expert|sum_by_token|search_4bit|round_4bit|merge_(?:4bit|mxfp4|nvfp4)|add_adapters|clear_int8|outliers_int8|scale_product_int8|split_scales_int8|gemm_int8_i32|int8_gemm_4bit"
 )
 STEP_COPIES = 64 * KIB  # BSH_STEP_COPIES_BYTES, dynamic shared memory of those for 8-bit states; the others have none
 SORT_COUNTERS = 48 * KIB  # 4 bytes each of BSH_SORT_COUNTERS

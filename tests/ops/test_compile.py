@@ -3,6 +3,7 @@
 import pytest
 import torch
 from bitshard import functional, ops
+from bitshard.kinds import kind_of
 from bitshard.nn.linear import LinearNF4
 from torch import nn
 
@@ -21,6 +22,7 @@ NAMES = (
     "search_4bit",
     "round_4bit",
     "merge_4bit",
+    "merge_e2m1",
     "merged_values",
     "quantize_e2m1",
     "quantize_int8",
@@ -45,6 +47,7 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
     map, none = ops.table("dynamic"), ops.empty(w.device)
     code, absmax = ops.quantize_blockwise(w, map, none, 256)
     codes, rows, _ = ops.quantize_int8(w, 0.0)
+    short, of_short = kind_of("nvfp4" if nested else "mxfp4").quantize(w, quant_storage=torch.uint8)
     even, of_even = functional.quantize_nf4(w.new_ones(N, 128), compress_statistics=nested)
     numbers = (0, 1e-3, 0.9, 0.999, 0.0, 0.0, 1e-8, 0.01, 2)
     return {
@@ -62,6 +65,17 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "search_4bit": (w.float(), torch.ones(7), torch.ones(-(-N * K // 64), 5), 64, 0),
         "round_4bit": (torch.ones(3, 8), torch.eye(8), torch.ones(3, 8), 0),
         "merge_4bit": (packed, *state.scales(), w[:4], w[:, :4].contiguous(), torch.ones(4), 64, 0, N, K),
+        "merge_e2m1": (
+            short,
+            *of_short.scales(),
+            w[:4],
+            w[:, :4].contiguous(),
+            torch.ones(4),
+            of_short.blocksize,
+            2,
+            N,
+            K,
+        ),
         "merged_values": (packed, *state.scales(), w[:4], w[:, :4].contiguous(), torch.ones(4), 64, 0, N, K, 3, 20),
         "quantize_e2m1": (w, torch.tensor(0.01) if nested else none),
         "quantize_int8": (w, 2.0 if nested else 0.0),

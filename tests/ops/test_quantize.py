@@ -9,6 +9,7 @@ import reference
 import torch
 from bitshard import _C, autograd, functional, ops
 from bitshard.functions import blockwise
+from bitshard.kinds import kind_of
 from helpers.alike import agree, by_isa, by_threads
 from helpers.bytes import resident_bytes
 from helpers.drawn import packed_weight, random_weight
@@ -370,6 +371,10 @@ LEAK_CALLS = {
         256,
         512,
     ),
+    "merge_e2m1": lambda a: ops.merge_e2m1(
+        *(a["packed"], *a["short"], a["x"][:8], a["x"].view(256, 256)[:, :8].contiguous(), a["map"][:8]),
+        *(16, 2, 256, 512),
+    ),
     "merged_values": lambda a: ops.merged_values(
         *(a["packed"], *a["scales"], a["x"][:8], a["x"].view(256, 256)[:, :8].contiguous(), a["map"][:8]),
         *(64, 0, 256, 512, 32, 200),
@@ -399,6 +404,8 @@ def test_leak(name, fails):
     arguments = {"packed": packed, "scales": state.scales(), "x": x, "dy": x[:, :256].contiguous(), "map": map}
     stack = functional.quantize_experts_4bit(torch.randn(2, 128, 512, device=device), None, True, "nf4")[1].scales()
     offs = torch.tensor([3, 120], dtype=torch.int32, device=device)
+    short = kind_of("nvfp4").quantize(torch.randn(256, 512, device=device), quant_storage=torch.uint8)[1].scales()
+    arguments |= {"short": short}
     arguments |= {"none": ops.empty(device), "code": code, "absmax8": absmax8, "stack": stack, "offs": offs}
     int8, rows, _ = ops.quantize_int8(torch.randn(256, 512, device=device), 0.0)
     arguments |= {"int8": int8, "rows": rows, "left": int8[:128]}
@@ -407,6 +414,7 @@ def test_leak(name, fails):
     if fails:  # float64 is no dtype that any op takes where these are
         arguments |= {key: arguments[key].double() for key in ("x", "dy", "map", "rows", "left", "chosen")}
         arguments |= {"stack": (stack[0], *(t.double() for t in stack[1:]))}
+        arguments |= {"short": (short[0], *(t.double() for t in short[1:]))}
         arguments |= {"scales": (state.absmax, *(t.double() for t in state.scales()[1:])), "absmax8": absmax8.double()}
         if name == "checksum":
             arguments["packed"] = packed.bool()

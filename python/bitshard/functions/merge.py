@@ -64,13 +64,19 @@ def _by_maxima(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tenso
 
 
 def _microscaled(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
-    """MXFP4 and NVFP4: one op on CUDA, where rows are whole words of 64 columns; else by panels."""
-    whole_words = state.shape[1] % 64 == 0 and (torch.compiler.is_compiling() or packed.data_ptr() % 4 == 0)
-    if not packed.is_cuda or not whole_words:
+    """MXFP4 and NVFP4: one op; on CUDA by panels where it takes no such rows."""
+    if not _one_op(packed, state):
         return _by_panels(packed, state, joined)
     merged, scales, second = ops.merge_e2m1(packed, *state.scales(), *joined, *_numbers(state))
     second = second if state.kind.has_global else None
     return merged, state.kind.state(QuantState, scales, second, state.shape, state.dtype)
+
+
+def _one_op(packed: Tensor, state: QuantState) -> bool:
+    """Whether `merge_e2m1` takes this weight: on CUDA, rows of whole 64 columns in words of 4 bytes."""
+    if not packed.is_cuda:
+        return True
+    return state.shape[1] % 64 == 0 and (torch.compiler.is_compiling() or packed.data_ptr() % 4 == 0)
 
 
 def _by_panels(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
