@@ -25,8 +25,9 @@ static const bsh_card hopper = {
     .gemv_4bit_simt = {.rows_16bit = 16, .rows_short_blocks = 4, .rows_32bit = {{40000000, 16}, {10000000, 8}}},
     /* The same file: blocks below 64, which no kernel for wgmma takes. */
     .gemm_4bit_sm80 = {.short_blocks_weights = 40000000, .short_blocks_rows = 256},
-    /* benchmarks/results/experts_h200_202611.md */
-    .gemv_4bit_grouped = {.rows = 24, .rows_16 = 10},
+    /* benchmarks/results/experts_h200_202611.md; short blocks: microscaled_h100_202611.md, 24 rows of an expert took
+     * 349 and 378 us by it, and 65 by the other 265 and 290. */
+    .gemv_4bit_grouped = {.rows = 24, .rows_short = 16, .rows_16 = 10},
     /* benchmarks/results/int8_h200_202611.md. A weight of 28672 x 8192: gemv_int8 took 99 us at 24 and 32 rows,
      * gemm_int8_sm90 without a threshold 73 and 71. Gradients, at 4096 x 4096, 14336 x 4096 and 28672 x 8192:
      * gemv_int8_dgrad was the fastest at 1 row, and of the last of these at 16 and 32; else dgrad_int8_sm90 up to 1,024

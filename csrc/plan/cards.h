@@ -44,8 +44,9 @@ typedef struct {
     int64_t rows; /* forward from more on; up to them gemm_4bit_sm90 reads W once */
   } gemm_4bit_sm90_wide;
   struct {
-    int64_t rows;    /* of an expert, on average, up to which it is faster than gemm_4bit_sm90_wide_grouped */
-    int64_t rows_16; /* from more than these on in groups of 16 */
+    int64_t rows;       /* of an expert, on average, up to which it is faster than gemm_4bit_sm90_wide_grouped */
+    int64_t rows_short; /* the same of blocks below 64 */
+    int64_t rows_16;    /* from more than these on in groups of 16 */
   } gemv_4bit_grouped;
   struct {
     int64_t large, small; /* codes of a weight */

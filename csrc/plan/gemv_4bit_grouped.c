@@ -36,7 +36,9 @@ static const char *refuses(const bsh_facts *const facts) {
 }
 
 static double cost(const bsh_facts *const facts) {
-  return facts->M <= bsh_card_of(facts->sm)->gemv_4bit_grouped.rows * facts->E ? BSH_ORDER(1) : BSH_LAST;
+  const bsh_card *const card = bsh_card_of(facts->sm);
+  const int64_t rows = facts->w.blocksize < 64 ? card->gemv_4bit_grouped.rows_short : card->gemv_4bit_grouped.rows;
+  return facts->M <= rows * facts->E ? BSH_ORDER(1) : BSH_LAST;
 }
 
 #define GROUPED_KERNEL(NAME) BSH_KERNEL(gemv_4bit_grouped, NAME)
