@@ -35,9 +35,12 @@ static const char *refuses(const bsh_facts *const facts) {
   return groups > INT32_MAX / (facts->N / BSH_ROW_TILE) ? "more tiles than 32-bit numbers" : NULL;
 }
 
+/* gemm_4bit_sm90_wide_grouped takes short blocks from fewer rows on. Without it none does that is faster. */
 static double cost(const bsh_facts *const facts) {
+  const bool wide = facts->sm == 90 && facts->image.this_gpu_only && facts->tensor_maps;
   const bsh_card *const card = bsh_card_of(facts->sm);
-  const int64_t rows = facts->w.blocksize < 64 ? card->gemv_4bit_grouped.rows_short : card->gemv_4bit_grouped.rows;
+  const bool early = wide && facts->w.blocksize < 64;
+  const int64_t rows = early ? card->gemv_4bit_grouped.rows_short : card->gemv_4bit_grouped.rows;
   return facts->M <= rows * facts->E ? BSH_ORDER(1) : BSH_LAST;
 }
 

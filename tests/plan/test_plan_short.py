@@ -25,7 +25,7 @@ def entries(plan) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpu", ["A100", "4090", "H100", "B200"])
 def test_few_rows_take_what_nf4_takes(gpu, kind):
-    """The same kernel, cut the same way, up to 64 rows."""
+    """The same kernel, cut the same way, up to 64 rows; stacks up to 16 rows an expert on Hopper."""
     for (N, K), M in ((size, M) for size in ((4096, 4096), (14336, 4096), (2880, 2880)) for M in (1, 4, 16, 33, 64)):
         own, nf4 = plan(M, N, K, BF16, gpu, kind), plan(M, N, K, BF16, gpu, "nf4")
         assert own["kernel"] == nf4["kernel"] and own["kernel"] in ("gemv_4bit", "gemm_4bit_sm90"), (N, K, M)
@@ -34,7 +34,8 @@ def test_few_rows_take_what_nf4_takes(gpu, kind):
         assert product.removesuffix(name) == like.removesuffix("_any") and product.endswith(name)
     for rows in (1, 8, 16, 24):
         own, nf4 = (grouped(32, rows, 2880, 2880, BF16, gpu, one) for one in (kind, "nf4"))
-        assert own["kernel"] == nf4["kernel"], rows
+        early = gpu == "H100" and rows > 16
+        assert own["kernel"] == ("gemm_4bit_sm90_wide_grouped" if early else nf4["kernel"]), rows
 
 
 def test_what_they_refuse():
