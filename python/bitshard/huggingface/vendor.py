@@ -75,7 +75,7 @@ class Vendor:
         for each in others:
             if any(isinstance(layout, Stacks) and _gives(each, key) for key, (layout, _) in self.packed.items()):
                 operation = KeepStacks(self, each, quantizer)
-                own.append(each.copy([*operation.patterns], [*each.target_patterns], operations=[operation]))
+                own.append(_with(each, operation))
             else:
                 own.append(each)
         return own if self.layout.kind.stacked else [*own, self._converter("weight", quantizer)]
@@ -232,6 +232,17 @@ def filed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     return found | _unreversed(model, made)
 
 
+def _with(converter: WeightConverter, operation: KeepStacks) -> WeightConverter:
+    """A converter like this one with another operation; transformers' own `copy` is newer than 5.17."""
+    patterns = [*operation.patterns], [*converter.target_patterns]
+    if hasattr(converter, "copy"):
+        return converter.copy(*patterns, operations=[operation])
+    new = WeightConverter(*patterns, [operation], converter.force_cpu)
+    for name in ("scope_prefix", "base_model_prefix"):
+        setattr(new, name, getattr(converter, name, None))
+    return new
+
+
 def write_small_files(model: nn.Module) -> None:
     """Write what files have beside the weights into the folder that transformers is saving a model to.
 
@@ -242,9 +253,9 @@ def write_small_files(model: nn.Module) -> None:
         return
     frame = foreign.asked_by(foreign.TRANSFORMERS_WRITES)
     known = {} if frame is None else frame.f_locals
-    if not {"save_directory", "save_on_this_rank"} <= known.keys():
+    if not {"save_directory", "is_main_process"} <= known.keys() or not hasattr(model, "should_save_on_this_rank"):
         raise ValueError(f"{sorted(others.files)} would be lost: call bitshard.fsdp.save_pretrained(model, folder)")
-    for name, data in others.files.items() if known["save_on_this_rank"] else ():
+    for name, data in others.files.items() if model.should_save_on_this_rank(known["is_main_process"]) else ():
         (Path(known["save_directory"]) / name).write_bytes(data)
 
 
