@@ -469,22 +469,30 @@ static bsh_status read_merge(bsh_call *const call, bsh_tensor *const packed, bsh
                      (void **)(uintptr_t)&args->scales);
 }
 
+/* The first two results: packed bytes like those of the weight, zeros behind them, and a scale for each block. */
+static bsh_status merge_outputs(bsh_call *const call, const bsh_tensor *const packed, bsh_merge_4bit_args *const args,
+                                const int32_t scales_dtype, bsh_tensor *const scales) {
+  const int64_t sizes[2] = {packed->numel, 1}, n_blocks = bsh_block_count(args->weight.n, args->weight.blocksize);
+  bsh_tensor merged;
+  BSH_TRY(bsh_call_output(call, packed, 2, sizes, packed->dtype, &merged));
+  BSH_TRY(bsh_call_output(call, packed, 1, &n_blocks, scales_dtype, scales));
+  if (packed->numel * packed->itemsize != bsh_packed_bytes(args->weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
+    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
+  args->packed = merged.data;
+  return BSH_OK;
+}
+
 /* Packed bytes like those of the weight, their scales, and the mean of these [1] where those of the weight are nested,
  * else [0]. */
 static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
   bsh_merge_4bit_args args;
-  bsh_tensor packed, merged, absmax, mean;
+  bsh_tensor packed, absmax, mean;
   BSH_TRY(read_merge(call, &packed, &args));
   BSH_TRY(check_absmax_format(call->op, args.weight.format));
-  const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
-  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
-  BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
-  const int64_t n_means = args.weight.scales.absmax == NULL && n_blocks > 0;
+  BSH_TRY(merge_outputs(call, &packed, &args, bsh_torch.dtype_float32, &absmax));
+  const int64_t n_means = args.weight.scales.absmax == NULL && args.weight.n > 0;
   BSH_TRY(bsh_call_output(call, &packed, 1, &n_means, bsh_torch.dtype_float32, &mean));
-  if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
-    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
   if (args.weight.n == 0) return BSH_OK;
-  args.packed = merged.data;
   args.absmax = absmax.data;
   args.mean = n_means ? mean.data : NULL;
   BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
@@ -505,18 +513,14 @@ static bsh_status check_merge_e2m1(const bsh_call *const call, const bsh_tensor 
 /* Packed bytes like those of the weight, a scale for each block, and of NVFP4 its global scale for each 256 of them. */
 static bsh_status bsh_op_merge_e2m1(bsh_call *const call) {
   bsh_merge_4bit_args args;
-  bsh_tensor packed, merged, scales, second;
+  bsh_tensor packed, scales, second;
   BSH_TRY(read_merge(call, &packed, &args));
   BSH_TRY(check_merge_e2m1(call, &packed, &args));
-  const int64_t sizes[2] = {packed.numel, 1}, n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
+  BSH_TRY(merge_outputs(call, &packed, &args, bsh_torch.dtype_uint8, &scales));
+  const int64_t n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
   const int64_t seconds = args.weight.blocksize == 16 ? bsh_block_count(n_blocks, BSH_NESTED_BLOCKSIZE) : 0;
-  BSH_TRY(bsh_call_output(call, &packed, 2, sizes, packed.dtype, &merged));
-  BSH_TRY(bsh_call_output(call, &packed, 1, &n_blocks, bsh_torch.dtype_uint8, &scales));
   BSH_TRY(bsh_call_output(call, &packed, 1, &seconds, bsh_torch.dtype_float32, &second));
-  if (packed.numel * packed.itemsize != bsh_packed_bytes(args.weight.n) && bsh_torch.aoti_torch_zero_(merged.handle))
-    return bsh_fail(BSH_TORCH_ERROR, "%s: could not zero the padding", call->op);
   if (args.weight.n == 0) return BSH_OK;
-  args.packed = merged.data;
   args.scales8 = scales.data;
   args.second = seconds ? second.data : NULL;
   BSH_COMPUTE(merge_e2m1, &packed, args.N, args.K, args.R, &args);
