@@ -35,22 +35,28 @@ static bsh_status launch_mean(const bsh_merge_4bit_args *const args, int64_t cou
   return bsh_cuda_launch(context, &kernel, &shape, arguments);
 }
 
-static bsh_status launch_both(const bsh_merge_4bit_args *const args, const launch *const found,
-                              const bsh_cuda_context *const context) {
-  BSH_TRY(bsh_cuda_launch_blocks(context, found->kernel, found->blocks, BSH_MERGE_THREADS, true, args));
-  return args->mean == NULL ? BSH_OK : launch_mean(args, found->blocks, context);
+static bsh_status launch_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
+  const launch found = launch_of(args);
+  BSH_TRY(bsh_cuda_launch_blocks(context, found.kernel, found.blocks, BSH_MERGE_THREADS, true, args));
+  return args->mean == NULL ? BSH_OK : launch_mean(args, found.blocks, context);
+}
+
+/* `launches` with memory for the numbers of blocks of threads. */
+static bsh_status with_numbers(const bsh_merge_4bit_args *const args, const int64_t n_bytes,
+                               bsh_status (*const launches)(const bsh_merge_4bit_args *, const bsh_cuda_context *),
+                               const bsh_cuda_context *const context) {
+  bsh_cuda_scratch scratch;
+  BSH_TRY(bsh_cuda_scratch_new(context, n_bytes, &scratch));
+  bsh_merge_4bit_args with = *args;
+  with.sums = scratch.data;
+  const bsh_status status = launches(&with, context);
+  bsh_cuda_scratch_delete(&scratch);
+  return status;
 }
 
 bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
-  const launch found = launch_of(args);
-  if (args->mean == NULL) return launch_both(args, &found, context);
-  bsh_cuda_scratch scratch;
-  BSH_TRY(bsh_cuda_scratch_new(context, (int64_t)sizeof(double) * found.blocks, &scratch));
-  bsh_merge_4bit_args summed = *args;
-  summed.sums = scratch.data;
-  const bsh_status status = launch_both(&summed, &found, context);
-  bsh_cuda_scratch_delete(&scratch);
-  return status;
+  if (args->mean == NULL) return launch_4bit(args, context);
+  return with_numbers(args, (int64_t)sizeof(*args->sums) * launch_of(args).blocks, launch_4bit, context);
 }
 
 static bsh_status launch_nvfp4(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
@@ -71,13 +77,7 @@ bsh_status bsh_cuda_merge_e2m1(const bsh_merge_4bit_args *const args, const bsh_
   static bsh_cuda_kernel mxfp4[BSH_DTYPES] = BSH_BY_DTYPE(merge_short, "merge_mxfp4_", "");
   if (args->second == NULL)
     return bsh_cuda_launch_blocks(context, &mxfp4[args->dtype], tiles_of(args), BSH_MERGE_THREADS, true, args);
-  bsh_cuda_scratch scratch;
-  BSH_TRY(bsh_cuda_scratch_new(context, (int64_t)sizeof(uint32_t) * tiles_of(args), &scratch));
-  bsh_merge_4bit_args with = *args;
-  with.maxima = scratch.data;
-  const bsh_status status = launch_nvfp4(&with, context);
-  bsh_cuda_scratch_delete(&scratch);
-  return status;
+  return with_numbers(args, (int64_t)sizeof(*args->maxima) * tiles_of(args), launch_nvfp4, context);
 }
 
 /* Rows decoded by the kernels of cuda/elementwise/blockwise.cu; then the adapters are added in place. */
