@@ -193,6 +193,25 @@ def test_a_job_is_that_without_graphs(folder, tmp_path, name):
     assert set(said.eager) <= {FIRST}, said
 
 
+@pytest.mark.parametrize(
+    "job, values, waits",
+    [
+        (by_trainer, {"FAST": "1"}, False),
+        (by_sft, {"FAST": "1"}, False),
+        (by_trainer, {"GRAPHS": "1", "NO_LOSS_WAIT": "1"}, False),
+        (by_trainer, {"FAST": "1", "NO_LOSS_WAIT": "0"}, True),
+        (by_trainer, {"FAST": "1", "GRAPHS": "0"}, True),  # launches nothing
+    ],
+)
+def test_a_trainer_whose_steps_are_graphs_does_not_wait_for_losses(folder, tmp_path, job, values, waits, caplog):
+    caplog.set_level("INFO", logger="bitshard")
+    with environment.read_as(**values):
+        trainer = job(folder, tmp_path)
+    lines = [text for text in caplog.messages if "NO_LOSS_WAIT=1" in text or "logging_nan_inf_filter" in text]
+    assert trainer.args.logging_nan_inf_filter is waits and len(lines) == (not waits)
+    assert waits or f"this {type(trainer).__name__} has logging_nan_inf_filter=False" in lines[0]
+
+
 def test_trl_asks_whether_to_take_positions_out():
     """By this name, which is replaced while a graph is recorded: on a GPU it would wait for the number of labels."""
     import inspect

@@ -8,7 +8,7 @@ from bitshard.huggingface import at_train
 from bitshard.process import switches
 
 NAMES = ("BITSHARD_EXPERTS", "BITSHARD_FUSE", "BITSHARD_GRAPHS", "BITSHARD_MERGE_AWARE")
-NAMES += ("BITSHARD_ARITHMETIC", "BITSHARD_FAST")
+NAMES += ("BITSHARD_ARITHMETIC", "BITSHARD_NO_LOSS_WAIT", "BITSHARD_FAST")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from bitshard.graphs import masks, offload, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.pair import Gradients, Learned, Pair, Run
 from bitshard.graphs.sharded import Sharded
-from bitshard.process import foreign, launch
+from bitshard.process import foreign, launch, switches
 
 logger = logging.getLogger("bitshard")
 
@@ -333,6 +333,8 @@ class Enabled:
         run.keep(results)
         if self._units:
             watcher.launched(self._device)
+        if switches.acting is not None:
+            switches.acting.launches()
         return pair.output(results)
 
     def _lend(self, form: Learned | Pair, results: list[Tensor]) -> None:

@@ -159,6 +159,26 @@ def forwards(layer: nn.Module) -> None:
         )
 
 
+def launches() -> None:
+    """A step is launched as graphs: the Trainer whose step it is waits for its loss no longer.
+
+    Trainer looks at each loss on the host, so that what is not finite stays out of its log: the GPU has nothing to do
+    then until the next launch, and the host had nothing to do before. What is logged is the same where all losses are
+    finite.
+    """
+    if not switches.on.no_loss_wait:
+        return
+    frame = foreign.running(foreign.TRAINER_STEPS)
+    trainer = None if frame is None else frame.f_locals.get("self")
+    arguments = getattr(trainer, "args", None)
+    if getattr(arguments, "logging_nan_inf_filter", False):
+        arguments.logging_nan_inf_filter = False
+        what = (
+            f"this {type(trainer).__name__} has logging_nan_inf_filter=False from now on, so that it does not wait for"
+        )
+        _log(f"{switches.on.no_loss_wait}=1: {what} each loss; one that is not finite shows in its log", True)
+
+
 def _for_any_model() -> list[tuple[str, str]]:
     """(variable, value) of the switches that act on models with or without LoRA layers."""
     return [(switches.on.graphs, "1"), (switches.on.arithmetic, "int8")]
@@ -170,4 +190,4 @@ def _log(line: str, effect: bool) -> None:
         logger.log(logging.INFO if effect else logging.WARNING, "%s", line)
 
 
-ACTS = switches.Acts(trains, forwards)
+ACTS = switches.Acts(trains, forwards, launches)

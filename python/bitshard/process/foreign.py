@@ -132,9 +132,16 @@ TRL_OFFLOADS = Foreign(
     "def pack_tensor(",
     "the same, for trl's `activation_offloading`",
 )
+TRAINER_STEPS = Foreign(
+    "transformers.trainer",
+    "Trainer.training_step",
+    "self.compute_loss(",
+    "is followed by a wait for its loss, so that one that is not finite stays out of the log: a step of graphs is over "
+    "on the GPU before the host goes on, unless its trainer's arguments say not to look",
+)
 KNOWN = (FSDP2_PREPARES, FSDP1_WRAPS, FSDP1_FLATTENS, DDP_SENDS, TRANSFORMERS_RESERVES, TRANSFORMERS_SAVES)
 KNOWN += (TRANSFORMERS_WRITES, PEFT_MERGES, PEFT_UNMERGES, PEFT_LOOKS, PEFT_MERGES_STACKS, TORCH_EXPORTS, TORCH_TRAINS)
-KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES, TORCH_OFFLOADS, TRL_OFFLOADS)
+KNOWN += (TORCH_DESTROYS, TORCH_REPLICATES, TORCH_OFFLOADS, TRL_OFFLOADS, TRAINER_STEPS)
 
 
 # Methods of modules and trainers in which a forward runs: torch's, transformers' and Lightning's

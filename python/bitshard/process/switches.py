@@ -5,7 +5,8 @@
     BITSHARD_GRAPHS=1     as bitshard.graphs.enable(model)
     BITSHARD_MERGE_AWARE=1    as bitshard.lora.merge_aware(model)
     BITSHARD_ARITHMETIC=int8    as bitshard.arithmetic.enable(model)
-    BITSHARD_FAST=1       FUSE and GRAPHS; a 0 for one of them leaves that one out
+    BITSHARD_NO_LOSS_WAIT=1    as TrainingArguments(logging_nan_inf_filter=False) where steps are graphs
+    BITSHARD_FAST=1       FUSE, GRAPHS and NO_LOSS_WAIT; a 0 for one of them leaves that one out
     BITSHARD_PAD_TO_MULTIPLE_OF=64    the step of bitshard.graphs.enable(model, pad_to_multiple_of=64)
 
 All but EXPERTS need a model. Layers with packed weights know when one begins to train, and call what stands in
@@ -30,13 +31,16 @@ class Switches(NamedTuple):
     graphs: str = ""
     merge_aware: str = ""
     arithmetic: str = ""
+    no_loss_wait: str = ""
 
 
 class Acts(NamedTuple):
-    """What a layer with a packed weight calls: in its `train(True)`, and in its first forward with gradients."""
+    """What a layer with a packed weight calls: in its `train(True)`, and in its first forward with gradients. And what
+    is called where a step is launched as graphs."""
 
     trains: Callable[[Any], None]
     forwards: Callable[[Any], None]
+    launches: Callable[[], None]
 
 
 on = Switches()  # as last read
@@ -50,7 +54,8 @@ def read() -> Switches:
     global on, acting
     fast = _asked("BITSHARD_FAST")
     by_fast = _by("BITSHARD_FUSE", fast), _by("BITSHARD_GRAPHS", fast)
-    on = Switches(_by("BITSHARD_EXPERTS"), *by_fast, _by("BITSHARD_MERGE_AWARE"), _arithmetic())
+    no_wait = _by("BITSHARD_NO_LOSS_WAIT", fast)
+    on = Switches(_by("BITSHARD_EXPERTS"), *by_fast, _by("BITSHARD_MERGE_AWARE"), _arithmetic(), no_wait)
     acting = _acts if any(on[1:]) else None
     return on
 
