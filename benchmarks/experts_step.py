@@ -112,7 +112,11 @@ class Job:
         self.trained = sum(parameter.numel() for parameter in trained)
         for parameter in trained:
             parameter.data = parameter.data.to(torch.bfloat16)
-        self.fused = str(lora.fuse(self.model)) if weights == "4-bit" else ""
+        self.fused = ""
+        if options.merge_aware:
+            self.fused = f"{lora.merge_aware(self.model)} layers merge-aware"
+        elif weights == "4-bit":
+            self.fused = str(lora.fuse(self.model))
         self.model.enable_input_require_grads()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model.train()
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--cap", type=float, help="GiB")
     parser.add_argument("--dense", action="store_true")
     parser.add_argument("--attention-only", action="store_true", help="no adapters on experts")
+    parser.add_argument("--merge-aware", action="store_true", help="train on merged weights")
     parser.add_argument("--graphs", action="store_true", help="each step as CUDA graphs")
     parser.add_argument("--original", action="store_true", help="the original bitsandbytes")
     parser.add_argument("--turns", type=int, help="steps of each model, both in this process")

@@ -36,7 +36,9 @@ CASES = {  # variables of the environment
     "plain": {},
     "fuse": {"BITSHARD_FUSE": "1"},
     "graphs": {"BITSHARD_GRAPHS": "1"},
-    "fast": {"BITSHARD_FAST": "1"},  # both
+    "waiting": {"BITSHARD_FAST": "1", "BITSHARD_NO_LOSS_WAIT": "0"},  # both
+    "fast": {"BITSHARD_FAST": "1"},  # and Trainer does not wait for losses
+    "merge-aware": {"BITSHARD_FAST": "1", "BITSHARD_MERGE_AWARE": "1"},
     "bf16": {},
 }
 WORDS = {"upstream": "the original bitsandbytes", "plain": "bitshard as it is", "bf16": "bf16 LoRA, no 4-bit weights"}

@@ -7,7 +7,8 @@ Random weights, bf16 LoRA of rank 16 on all seven linears, gradient checkpointin
 a process of its own; all are alive at once and take turns of `--steps` steps, `--rounds` times. The table gives the
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
 captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, merge-aware, bf16, upstream,
-before and before-fused (another build, which fails where it has no fused layers), each also as "... graph". All
+before and before-fused (another build, which fails where it has no fused layers), each also as "... graph" and with
+weights of another format, as in "merge-aware mxfp4 graph". All
 processes keep to the same few cores: where the host decides, processes on different ones differ by a tenth.
 """
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = os.pathsep.join([str(ROOT / "python"), str(ROOT / "python" / "bitsandbytes" / "src")])
 
 
-def quantize(model) -> None:
+def quantize(model, quant_type: str) -> None:
     """Replace every linear of the decoder by a 4-bit one, as transformers does when it loads a checkpoint."""
     import bitsandbytes as bnb
     import torch
@@ -40,12 +41,13 @@ def quantize(model) -> None:
                 module.out_features,
                 False,
                 torch.bfloat16,
-                compress_statistics=True,
-                quant_type="nf4",
+                compress_statistics=quant_type == "nf4",
+                quant_type=quant_type,
             )
-        new.weight = bnb.nn.Params4bit(
-            module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=new
-        ).to(module.weight.device)
+        kind = {"compress_statistics": quant_type == "nf4", "quant_type": quant_type}
+        new.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, module=new, **kind).to(
+            module.weight.device
+        )
         model.model.set_submodule(name, new)
     model.is_loaded_in_4bit = True
 
@@ -72,7 +74,7 @@ def build(mode: str, layers: int):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     if not mode.startswith("bf16"):
-        quantize(model)
+        quantize(model, next((word for word in mode.split() if word in ("mxfp4", "nvfp4")), "nf4"))
     model.requires_grad_(False)
     again = {"use_reentrant": False, "preserve_rng_state": not mode.endswith("graph")}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
