@@ -169,14 +169,15 @@ typedef struct {
   uint8_t *packed;     /* u8  [ceil(n / 2)] */
   float *absmax;       /* f32 [ceil(n / blocksize)]; NF4 and FP4 */
   int64_t N, K, R;
-  bsh_dtype dtype; /* of a and b */
-  float *mean;     /* f32: of absmax, their sum in fp64 times 1 / their number; NULL: not wanted */
-  union {          /* of each block of threads, on a GPU */
-    double *sums;  /* of absmax */
+  bsh_dtype dtype;  /* of a and b */
+  const float *map; /* f32 [256]: of nested scales; NULL: they are not nested. NF4 and FP4 */
+  float *mean;      /* f32: of absmax, their sum in fp64 times 1 / their number, the offset of nested scales */
+  union {           /* of each block of threads, on a GPU */
+    double *sums;   /* of absmax */
     uint32_t *maxima;
   };
-  uint8_t *scales8; /* u8 [ceil(n / blocksize)]; MXFP4 and NVFP4 */
-  float *second;    /* f32 [ceil(n / blocksize / 256)]: NVFP4's global scale in each; NULL: MXFP4 */
+  uint8_t *scales8; /* u8 [ceil(n / blocksize)]; MXFP4 and NVFP4, and codes of nested scales */
+  float *second;    /* f32 [ceil(n / blocksize / 256)]: of nested scales; NVFP4's global scale in each; NULL: MXFP4 */
 } bsh_merge_4bit_args;
 
 /* Optimizers by the formulas of core/optimizer.h. LAMB is Adam and LARS is momentum with max_unorm. */

@@ -42,8 +42,17 @@ static float mean_of(const float *const scales, const int64_t n) {
 bsh_status bsh_cpu_merge_4bit(const bsh_merge_4bit_args *const args) {
   bsh_merge_4bit_args copy = *args;
   bsh_parallel_for(0, divide_up(args->weight.n, TILE), GRAIN, merge_tiles, &copy);
-  if (args->mean) *args->mean = mean_of(args->absmax, divide_up(args->weight.n, args->weight.blocksize));
-  return BSH_OK;
+  if (args->map == NULL) return BSH_OK;
+  const int64_t n = divide_up(args->weight.n, args->weight.blocksize);
+  *args->mean = mean_of(args->absmax, n);
+  return bsh_cpu_quantize_blockwise(&(bsh_quantize_blockwise_args){.x = args->absmax,
+                                                                   .map = args->map,
+                                                                   .offset = args->mean,
+                                                                   .code = args->scales8,
+                                                                   .absmax = args->second,
+                                                                   .n = n,
+                                                                   .blocksize = BSH_NESTED_BLOCKSIZE,
+                                                                   .dtype = BSH_F32});
 }
 
 /* MXFP4 and NVFP4: args->maxima, one number, becomes the largest magnitude as bits, by which a NaN is the largest. */

@@ -5,8 +5,6 @@
 #include "cuda/sizes/blockwise.h"
 #include "plan/dequantize.h"
 
-enum { SEARCH_BLOCKS_PER_SM = 4 }; /* blocks that fill a search table first: as many as run at once */
-
 static bsh_status launch(const bsh_cuda_context *const context, bsh_cuda_kernel *const kernel, const int64_t blocks,
                          const void *const args) {
   return bsh_cuda_launch_blocks(context, kernel, blocks, BSH_BLOCK_THREADS, true, args);
@@ -38,7 +36,7 @@ bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const 
                                        const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "quantize_blockwise_", "");
   const int64_t all = divide_up(divide_up(args->n, args->blocksize), BSH_BLOCK_WARPS);
-  const int64_t most = (int64_t)context->sms * SEARCH_BLOCKS_PER_SM;
+  const int64_t most = (int64_t)context->sms * BSH_SEARCH_BLOCKS_PER_SM;
   return launch(context, &kernels[args->dtype], min_i64(all, most), args);
 }
 

@@ -2,6 +2,7 @@
 #include "gpu/ops.h"
 
 #include "core/arithmetic.h"
+#include "cuda/sizes/blockwise.h"
 #include "cuda/sizes/merge.h"
 
 typedef struct {
@@ -26,19 +27,21 @@ static launch launch_of(const bsh_merge_4bit_args *const args) {
   return (launch){&fast[weight->format][args->dtype], tiles_of(args)};
 }
 
-static bsh_status launch_mean(const bsh_merge_4bit_args *const args, int64_t count,
+/* Nested scales of what a launch of `count` blocks of threads has merged. */
+static bsh_status launch_nest(const bsh_merge_4bit_args *const args, int64_t count,
                               const bsh_cuda_context *const context) {
-  static bsh_cuda_kernel kernel = BSH_KERNEL(merge, "merge_4bit_mean");
-  const bsh_cuda_launch_shape shape = bsh_overlapping(1, BSH_MERGE_MEAN_THREADS, 1, 0);
-  int64_t scales = divide_up(args->weight.n, args->weight.blocksize);
-  void *arguments[] = {(void *)(uintptr_t)&args->sums, &count, &scales, (void *)(uintptr_t)&args->mean};
-  return bsh_cuda_launch(context, &kernel, &shape, arguments);
+  static bsh_cuda_kernel kernel = BSH_KERNEL(merge, "merge_4bit_nest");
+  const int64_t scales = divide_up(args->weight.n, args->weight.blocksize);
+  const int64_t all = divide_up(divide_up(scales, BSH_NESTED_BLOCKSIZE), BSH_BLOCK_WARPS);
+  const int64_t most = (int64_t)context->sms * BSH_SEARCH_BLOCKS_PER_SM;
+  const bsh_cuda_launch_shape shape = bsh_overlapping(min_i64(all, most), BSH_BLOCK_THREADS, 1, 0);
+  return bsh_cuda_launch(context, &kernel, &shape, (void *[]){(void *)(uintptr_t)args, &count});
 }
 
 static bsh_status launch_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
   const launch found = launch_of(args);
   BSH_TRY(bsh_cuda_launch_blocks(context, found.kernel, found.blocks, BSH_MERGE_THREADS, true, args));
-  return args->mean == NULL ? BSH_OK : launch_mean(args, found.blocks, context);
+  return args->map == NULL ? BSH_OK : launch_nest(args, found.blocks, context);
 }
 
 /* `launches` with memory for the numbers of blocks of threads. */
@@ -55,7 +58,7 @@ static bsh_status with_numbers(const bsh_merge_4bit_args *const args, const int6
 }
 
 bsh_status bsh_cuda_merge_4bit(const bsh_merge_4bit_args *const args, const bsh_cuda_context *const context) {
-  if (args->mean == NULL) return launch_4bit(args, context);
+  if (args->map == NULL) return launch_4bit(args, context);
   return with_numbers(args, (int64_t)sizeof(*args->sums) * launch_of(args).blocks, launch_4bit, context);
 }
 

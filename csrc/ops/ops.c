@@ -36,9 +36,9 @@
   X(linear_4bit_dgrad, 6, "(Tensor dy, " WEIGHT_ARGUMENTS ", int blocksize, int format, int N, int K) -> Tensor")      \
   X(search_4bit, 3, "(Tensor x, Tensor weights, Tensor scales, int blocksize, int format) -> Tensor")                  \
   X(round_4bit, 3, "(Tensor w, Tensor u, Tensor scales, int format) -> (Tensor, Tensor)")                              \
-  X(merge_4bit, 8,                                                                                                     \
-    "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
-    "(Tensor, Tensor, Tensor)")                                                                                        \
+  X(merge_4bit, 9,                                                                                                     \
+    "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, Tensor map, int blocksize, int format, int N, int K) "  \
+    "-> (Tensor, Tensor, Tensor, Tensor)")                                                                             \
   X(merge_e2m1, 8,                                                                                                     \
     "(" WEIGHT_ARGUMENTS ", Tensor a, Tensor b, Tensor scales, int blocksize, int format, int N, int K) -> "           \
     "(Tensor, Tensor, Tensor)")                                                                                        \
@@ -454,11 +454,12 @@ static bsh_status factor(bsh_call *const call, const int index, const char *cons
   return bsh_data_of(call, &tensor, argument, dtype, tensor.numel, like, (void **)(uintptr_t)data);
 }
 
-/* The weight and its adapters, arguments 0 to 11. */
-static bsh_status read_merge(bsh_call *const call, bsh_tensor *const packed, bsh_merge_4bit_args *const args) {
+/* The weight and its adapters, arguments 0 to 7, and four integers from `first` on. */
+static bsh_status read_merge(bsh_call *const call, const int first, bsh_tensor *const packed,
+                             bsh_merge_4bit_args *const args) {
   bsh_tensor a, scales;
-  *args = (bsh_merge_4bit_args){.N = bsh_call_int(call, 10), .K = bsh_call_int(call, 11)};
-  BSH_TRY(read_weight(call, 0, 8, args->N, args->K, packed, &args->weight));
+  *args = (bsh_merge_4bit_args){.N = bsh_call_int(call, first + 2), .K = bsh_call_int(call, first + 3)};
+  BSH_TRY(read_weight(call, 0, first, args->N, args->K, packed, &args->weight));
   BSH_TRY(bsh_call_tensor(call, 5, &a));
   BSH_TRY(bsh_call_tensor(call, 7, &scales));
   BSH_TRY(bsh_compute_dtype(call->op, "a", a.dtype, &args->dtype));
@@ -482,20 +483,42 @@ static bsh_status merge_outputs(bsh_call *const call, const bsh_tensor *const pa
   return BSH_OK;
 }
 
-/* Packed bytes like those of the weight, their scales, and the mean of these [1] where those of the weight are nested,
- * else [0]. */
+static bsh_status merge_into(bsh_call *const call, const bsh_tensor *const packed,
+                             const bsh_merge_4bit_args *const args) {
+  BSH_COMPUTE(merge_4bit, packed, args->N, args->K, args->R, args);
+}
+
+/* The scales, which are found in fp32 first, nested. */
+static bsh_status merge_and_nest(bsh_call *const call, const bsh_tensor *const packed, const int64_t n_blocks,
+                                 bsh_merge_4bit_args *const args) {
+  bsh_tensor absmax;
+  BSH_TRY(bsh_tensor_new(call->op, packed, 1, &n_blocks, bsh_torch.dtype_float32, &absmax));
+  args->absmax = absmax.data;
+  const bsh_status status = merge_into(call, packed, args);
+  bsh_torch.aoti_torch_delete_tensor_object(absmax.handle);
+  return status;
+}
+
+/* Packed bytes like those of the weight, and their scales: without a map fp32, then two times [0]; with one u8 codes,
+ * second-level scales and offset [1], of an empty weight [0]. */
 static bsh_status bsh_op_merge_4bit(bsh_call *const call) {
+  const int32_t f32 = bsh_torch.dtype_float32;
   bsh_merge_4bit_args args;
-  bsh_tensor packed, absmax, mean;
-  BSH_TRY(read_merge(call, &packed, &args));
+  bsh_tensor packed, map, scales, second, mean;
+  BSH_TRY(read_merge(call, 9, &packed, &args));
   BSH_TRY(check_absmax_format(call->op, args.weight.format));
-  BSH_TRY(merge_outputs(call, &packed, &args, bsh_torch.dtype_float32, &absmax));
-  const int64_t n_means = args.weight.scales.absmax == NULL && args.weight.n > 0;
-  BSH_TRY(bsh_call_output(call, &packed, 1, &n_means, bsh_torch.dtype_float32, &mean));
+  BSH_TRY(bsh_call_tensor(call, 8, &map));
+  const bool nests = map.numel != 0;
+  if (nests) BSH_TRY(bsh_vector_argument(call, 8, "map", f32, 256, &packed, (void **)(uintptr_t)&args.map));
+  BSH_TRY(merge_outputs(call, &packed, &args, nests ? bsh_torch.dtype_uint8 : f32, &scales));
+  const int64_t n_second = nests ? divide_up(scales.numel, BSH_NESTED_BLOCKSIZE) : 0, n_means = n_second > 0;
+  BSH_TRY(bsh_call_output(call, &packed, 1, &n_second, f32, &second));
+  BSH_TRY(bsh_call_output(call, &packed, 1, &n_means, f32, &mean));
   if (args.weight.n == 0) return BSH_OK;
-  args.absmax = absmax.data;
-  args.mean = n_means ? mean.data : NULL;
-  BSH_COMPUTE(merge_4bit, &packed, args.N, args.K, args.R, &args);
+  args.absmax = scales.data;
+  if (!nests) return merge_into(call, &packed, &args);
+  args.scales8 = scales.data, args.second = second.data, args.mean = mean.data;
+  return merge_and_nest(call, &packed, scales.numel, &args);
 }
 
 static bsh_status check_merge_e2m1(const bsh_call *const call, const bsh_tensor *const packed,
@@ -514,7 +537,7 @@ static bsh_status check_merge_e2m1(const bsh_call *const call, const bsh_tensor 
 static bsh_status bsh_op_merge_e2m1(bsh_call *const call) {
   bsh_merge_4bit_args args;
   bsh_tensor packed, scales, second;
-  BSH_TRY(read_merge(call, &packed, &args));
+  BSH_TRY(read_merge(call, 8, &packed, &args));
   BSH_TRY(check_merge_e2m1(call, &packed, &args));
   BSH_TRY(merge_outputs(call, &packed, &args, bsh_torch.dtype_uint8, &scales));
   const int64_t n_blocks = bsh_block_count(args.weight.n, args.weight.blocksize);
@@ -531,7 +554,7 @@ static bsh_status bsh_op_merged_values(bsh_call *const call) {
   const int64_t row0 = bsh_call_int(call, 12), rows = bsh_call_int(call, 13);
   bsh_merge_4bit_args args;
   bsh_tensor packed, values;
-  BSH_TRY(read_merge(call, &packed, &args));
+  BSH_TRY(read_merge(call, 8, &packed, &args));
   if (row0 < 0 || rows < 0 || rows > args.N - row0)
     return bsh_fail(BSH_BAD_VALUE, "%s: %" PRId64 " rows from row %" PRId64 " on, the weight has %" PRId64, call->op,
                     rows, row0, args.N);

@@ -131,6 +131,8 @@ static bsh_status stack_in_place(bsh_call *const call, const int index, const ch
 
 static bsh_status stack_output(bsh_call *const call, const bsh_tensor *const like, const int64_t dim,
                                const int64_t *const sizes, const int32_t dtype, bsh_tensor *const output) {
+  if (call->n_outputs == BSH_MAX_OUTPUTS)
+    return bsh_fail(BSH_TORCH_ERROR, "%s: more than %d outputs", call->op, BSH_MAX_OUTPUTS);
   BSH_TRY(bsh_tensor_new(call->op, like, dim, sizes, dtype, output));
   call->outputs[call->n_outputs++] = *output;
   return BSH_OK;

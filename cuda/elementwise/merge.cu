@@ -3,9 +3,8 @@
 // The fast kernels take blocks of 64 within a row (merge.cuh). The *_any kernels give a warp a block of any size, and
 // compute it twice. add_adapters_*: values that are decoded already, whatever the format, and not quantized. Host side:
 // csrc/gpu/merge.c.
+#include "cuda/elementwise/blocks8.cuh"
 #include "cuda/elementwise/merge.cuh"
-
-#include "cuda/numerics/encode.cuh"
 
 namespace bsh {
 
@@ -88,7 +87,7 @@ template <int FORMAT> struct blocks_of_64 {
   }
 
   __device__ __forceinline__ void end(const bsh_merge_4bit_args &args) const {
-    if (args.mean != nullptr) sum_of_block<BSH_MERGE_THREADS>(sum, args.sums + blockIdx.x);
+    if (args.map != nullptr) sum_of_block<BSH_MERGE_THREADS>(sum, args.sums + blockIdx.x);
   }
 };
 
@@ -141,16 +140,25 @@ template <typename T, int FORMAT> __device__ __forceinline__ void merge_4bit_any
   const int64_t block = (int64_t)blockIdx.x * BSH_MERGE_WARPS + threadIdx.x / 32;
   wait_for_earlier_kernels();
   const float absmax = block * a.weight.blocksize < a.weight.n ? merge_block<T, FORMAT>(a, block) : 0.0f;
-  if (a.mean != nullptr) sum_of_block<BSH_MERGE_THREADS>(threadIdx.x % 32 == 0 ? absmax : 0.0f, a.sums + blockIdx.x);
+  if (a.map != nullptr) sum_of_block<BSH_MERGE_THREADS>(threadIdx.x % 32 == 0 ? absmax : 0.0f, a.sums + blockIdx.x);
 }
 
-// *mean = (sums[0] + ... + sums[count - 1]) / scales, by one block of threads.
-__device__ __forceinline__ void merge_mean(const double *sums, int64_t count, int64_t scales, float *mean) {
+// The merged weight's scales nested: their mean, which every block of threads adds up for itself, in one order, from
+// the `count` sums, and 8-bit codes of what is above it.
+__device__ __forceinline__ void nest_merged_scales(const bsh_merge_4bit_args &a, int64_t count) {
+  __shared__ double total;
+  bsh_quantize_blockwise_args scales{};
+  scales.x = a.absmax, scales.map = a.map, scales.code = a.scales8, scales.absmax = a.second;
+  scales.n = (a.weight.n + a.weight.blocksize - 1) / a.weight.blocksize, scales.blocksize = BSH_NESTED_BLOCKSIZE;
   wait_for_earlier_kernels();
-  double mine = 0, total;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) mine += sums[i];
-  sum_of_block<BSH_MERGE_MEAN_THREADS>(mine, &total);
-  if (threadIdx.x == 0) *mean = (float)__dmul_rn(total, 1.0 / (double)scales);
+  double mine = 0;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < count; i += BSH_BLOCK_THREADS) mine += a.sums[i];
+  sum_of_block<BSH_BLOCK_THREADS>(mine, &total);
+  __syncthreads();
+  const float mean = (float)__dmul_rn(total, 1.0 / (double)scales.n);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *a.mean = mean;
+  quantize_blocks8<float>(scales, mean);
 }
 
 // Adapters added in place to elements [begin, end) of the weight in fp32, values[0 ...].
@@ -183,7 +191,7 @@ MERGE_FORMATS(f32, float)
 MERGE_FORMATS(f16, __half)
 MERGE_FORMATS(bf16, __nv_bfloat16)
 
-extern "C" __global__ void __launch_bounds__(BSH_MERGE_MEAN_THREADS)
-    merge_4bit_mean(const double *sums, int64_t count, int64_t scales, float *mean) {
-  bsh::merge_mean(sums, count, scales, mean);
+extern "C" __global__ void __launch_bounds__(BSH_BLOCK_THREADS)
+    merge_4bit_nest(const __grid_constant__ bsh_merge_4bit_args args, int64_t count) {
+  bsh::nest_merged_scales(args, count);
 }

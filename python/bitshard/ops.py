@@ -236,11 +236,12 @@ def _(w: Tensor, u: Tensor, scales: Tensor, format: int) -> tuple[Tensor, Tensor
 
 
 @torch.library.register_fake("bitshard::merge_4bit")
-def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, blocksize, format, N, K) -> tuple[Tensor, ...]:
-    _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales)
+def _(packed, absmax, absmax_map, absmax2, offset, a, b, scales, map, blocksize, format, N, K) -> tuple[Tensor, ...]:
+    _check_devices("merge_4bit", packed, absmax, absmax_map, absmax2, offset, a, b, scales, map)
     merged, blocks = packed.new_empty((packed.numel(), 1)), block_count(N * K, blocksize)
-    means = int(absmax.dtype is torch.uint8 and blocks > 0)
-    return merged, *(packed.new_empty((count,), dtype=torch.float32) for count in (blocks, means))
+    scales = packed.new_empty((blocks,), dtype=torch.uint8 if map.numel() else torch.float32)
+    seconds = block_count(blocks, 256) if map.numel() else 0
+    return merged, scales, *(packed.new_empty((n,), dtype=torch.float32) for n in (seconds, int(seconds > 0)))
 
 
 @torch.library.register_fake("bitshard::merge_e2m1")

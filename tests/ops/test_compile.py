@@ -64,7 +64,10 @@ def arguments(name: str, nested: bool, dtype: torch.dtype) -> tuple:
         "sum_by_token": (w[:6], torch.tensor([3, 0, 5, 1, 2, 4]), w.new_ones(2, 3)),
         "search_4bit": (w.float(), torch.ones(7), torch.ones(-(-N * K // 64), 5), 64, 0),
         "round_4bit": (torch.ones(3, 8), torch.eye(8), torch.ones(3, 8), 0),
-        "merge_4bit": (packed, *state.scales(), w[:4], w[:, :4].contiguous(), torch.ones(4), 64, 0, N, K),
+        "merge_4bit": (
+            *(packed, *state.scales(), w[:4], w[:, :4].contiguous(), torch.ones(4)),
+            *(state.state2.code if nested else none, 64, 0, N, K),
+        ),
         "merge_e2m1": (
             short,
             *of_short.scales(),

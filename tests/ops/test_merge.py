@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from bitshard import functional, ops
+from bitshard.formats.maps import table
 from bitshard.functions import merge as merging
 from bitshard.functions import microscaled
 from bitshard.functions.merge import merge_4bit
@@ -15,6 +16,7 @@ from bitshard.kinds import INT8, kind_of
 from helpers.alike import agree, by_isa, by_threads
 from ptx import gpu as machine
 
+CPU = torch.device("cpu")
 FORMATS = {"nf4": 0, "fp4": 1}
 SHORT = ("mxfp4", "nvfp4")
 SHAPES = [(24, 128, 64), (7, 33, 64), (40, 96, 32), (5, 1000, 128), (9, 512, 4096), (130, 64, 64)]
@@ -48,7 +50,8 @@ def expected(packed, state, given):
     merged = reference.merge_4bit(values, given)
     found, new = functional.quantize_4bit(merged, None, None, state.blocksize, False, state.quant_type, packed.dtype)
     if state.nested:
-        functional.nest(new, torch.tensor(math.fsum(new.absmax.tolist()) / new.absmax.numel()))
+        mean, code = torch.tensor(math.fsum(new.absmax.tolist()) / new.absmax.numel()), table("dynamic", CPU)
+        functional.set_nested(new, *ops.quantize_blockwise(new.absmax, code, mean, 256), mean)
     return found, new
 
 
@@ -242,7 +245,7 @@ def test_threads_do_not_change_bytes():
 @pytest.mark.parametrize("quant_type", FORMATS)
 @pytest.mark.parametrize("sm", [90, 75])
 def test_on_the_played_gpu(quant_type, sm):
-    """The bytes of the CPU, in one launch and one for the mean of scales, by the fast kernel and that for any sizes."""
+    """The bytes of the CPU, in one launch and one for nested scales, by the fast kernel and that for any sizes."""
     gpu = machine.Gpu(sm, 2, seed=5)
     cases = [(20, 128, 64, (70, 3), torch.float32, False), (70, 576, 64, (5,), torch.bfloat16, True)]
     cases += [(7, 33, 64, (5,), torch.float16, True), (6, 128, 32, (2, 2), torch.float32, False)]
@@ -254,12 +257,14 @@ def test_on_the_played_gpu(quant_type, sm):
         scales = torch.tensor([x for _, b, s in given for x in (*[0.0] * (b.shape[1] - 1), s)])
         a, b = torch.cat([A for A, _, _ in given]), torch.cat([B for _, B, _ in given], 1)
         of = [one if one.numel() else None for one in state.scales()]
-        merged, absmax, mean = gpu.merge_4bit(packed, of, a, b, scales, blocksize, FORMATS[quant_type], N, K)
-        plain = functional.with_plain_scales(state)
-        exact, new, of_cpu = ops.merge_4bit(packed, *state.scales(), a, b, scales, blocksize, FORMATS[quant_type], N, K)
-        assert torch.equal(merged, exact) and torch.equal(absmax, new), (N, K)
-        wanted = [math.fsum(new.tolist()) / len(new)] if nested else []
-        assert torch.equal(of_cpu, torch.tensor(wanted)) and (mean is None if not nested else torch.equal(mean, of_cpu))
+        merged, absmax, *of_gpu = gpu.merge_4bit(packed, of, a, b, scales, blocksize, FORMATS[quant_type], N, K)
+        plain, code = functional.with_plain_scales(state), table("dynamic", CPU) if nested else torch.empty(0)
+        of_op, last = (packed, *state.scales(), a, b, scales), (blocksize, FORMATS[quant_type], N, K)
+        exact, new, *_ = ops.merge_4bit(*of_op, torch.empty(0), *last)
+        again, *of_cpu = ops.merge_4bit(*of_op, code, *last)
+        assert torch.equal(merged, exact) and torch.equal(absmax, new) and torch.equal(again, exact), (N, K)
+        assert torch.equal(of_cpu[2], torch.tensor([math.fsum(new.tolist()) / len(new)] if nested else []))
+        assert len(of_gpu) == 3 * nested and all(map(torch.equal, of_gpu, of_cpu))
         same((exact, _plain(plain, new)), expected(packed, plain, given))
         fast = blocksize == 64 and K % 64 == 0
         assert len(gpu.launches) == 1 + nested and ("any" in gpu.launches[0]) != fast
@@ -366,14 +371,18 @@ def test_a_stack_on_a_gpu(device):
 
 
 W, S = weight(8, 64)
-A, B, R = torch.ones(2, 64), torch.ones(8, 2), torch.ones(2)
+A, B, R, NONE = torch.ones(2, 64), torch.ones(8, 2), torch.ones(2), torch.empty(0)
 WRONG = [
-    (lambda: ops.merge_4bit(W, *S.scales(), A[:, :63], B, R, 64, 0, 8, 64), r"a has 126 elements, expected \[2, 64\]"),
-    (lambda: ops.merge_4bit(W, *S.scales(), A, B.t(), R, 64, 0, 8, 64), r"b has 16 elements, expected \[8, 2\]"),
-    (lambda: ops.merge_4bit(W, *S.scales(), A, B.half(), R, 64, 0, 8, 64), "b has ScalarType 5, expected 6"),
-    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R.double(), 64, 0, 8, 64), "scales has ScalarType 7"),
-    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R, 64, 2, 8, 64), "format 2 is neither"),
-    (lambda: ops.merge_4bit(W[:-1], *S.scales(), A, B, R, 64, 0, 8, 64), "packed"),
+    (
+        lambda: ops.merge_4bit(W, *S.scales(), A[:, :63], B, R, NONE, 64, 0, 8, 64),
+        r"a has 126 elements, expected \[2, 64\]",
+    ),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B.t(), R, NONE, 64, 0, 8, 64), r"b has 16 elements, expected \[8, 2\]"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B.half(), R, NONE, 64, 0, 8, 64), "b has ScalarType 5, expected 6"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R.double(), NONE, 64, 0, 8, 64), "scales has ScalarType 7"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R, NONE, 64, 2, 8, 64), "format 2 is neither"),
+    (lambda: ops.merge_4bit(W, *S.scales(), A, B, R, R, 64, 0, 8, 64), "map has 2 elements, expected 256"),
+    (lambda: ops.merge_4bit(W[:-1], *S.scales(), A, B, R, NONE, 64, 0, 8, 64), "packed"),
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, 6, 3), "3 rows from row 6 on, the weight has 8"),
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 0, 8, 64, -1, 3), "3 rows from row -1 on"),
     (lambda: ops.merged_values(W, *S.scales(), A, B, R, 64, 3, 8, 64, 0, 8), "format 3 is none of"),

@@ -366,6 +366,7 @@ LEAK_CALLS = {
         a["x"][:8],
         a["x"].view(256, 256)[:, :8].contiguous(),
         a["map"][:8],
+        a["map"],
         64,
         0,
         256,

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from bitshard.formats.maps import table
 from torch import Tensor
 
 from . import translate
@@ -189,7 +190,7 @@ Sort = struct("Sort", "*chosen *order *back *row *offs S k -E -elsewhere")
 Sum = struct("Sum", "*y *back *counts *out T k H -dtype -counts_dtype")
 Search = struct("Search", "*x *weights *scales *choice n period blocksize G -format")
 Round = struct("Round", "*w *u *scales *codes *errors N P -format")
-Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype *mean *sums *scales8 *second")
+Merge = struct("Merge", "weight *a *b *scales *packed *absmax N K R -dtype *map *mean *sums *scales8 *second")
 Product = struct("Product", "weight *x *bias *y M N K ldx ldy *offs E ~threshold -dtype -direction")
 StepTensor = struct("StepTensor", "*g *p *state1 *state2 *absmax1 *absmax2 n")
 QuantizeInt8 = struct("QuantizeInt8", "*x *codes *absmax *outliers M K ldx ~threshold -dtype")
@@ -391,15 +392,15 @@ class Gpu:
     def merge_4bit(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
         merged, absmax = torch.empty_like(packed), torch.empty(-(-N * K // blocksize))
-        mean = None if scales[0].dtype is torch.float32 else torch.empty(1)
-        more = [a, b, of_ranks, merged, absmax]
-        pointers = (tensor.data_ptr() for tensor in more)
-        args = Merge(
-            weight, *pointers, N, K, of_ranks.numel(), DTYPES[a.dtype], None if mean is None else mean.data_ptr()
-        )
-        more += [] if mean is None else [mean]
-        self.call("merge_4bit", args, tensors=[*tensors, *more])
-        return merged, absmax, mean
+        more, nested = [a, b, of_ranks, merged, absmax], []
+        if scales[0].dtype is torch.uint8:
+            codes, second = torch.empty(len(absmax), dtype=torch.uint8), torch.empty(-(-len(absmax) // 256))
+            nested = [table("dynamic", torch.device("cpu")), torch.empty(1), codes, second]
+        pointers = [tensor.data_ptr() for tensor in more]
+        of, mean, *others = [tensor.data_ptr() for tensor in nested] or [None] * 4
+        args = Merge(weight, *pointers, N, K, of_ranks.numel(), DTYPES[a.dtype], of, mean, None, *others)
+        self.call("merge_4bit", args, tensors=[*tensors, *more, *nested])
+        return merged, absmax, *nested[2:], *nested[1:2]
 
     def merge_e2m1(self, packed, scales, a, b, of_ranks, blocksize: int, fmt: int, N: int, K: int):
         weight, tensors = self.weight(packed, scales, blocksize, fmt, N * K)
@@ -408,7 +409,9 @@ class Gpu:
         second = torch.empty(-(-blocks // 256) if blocksize == 16 else 0)
         more = [a, b, of_ranks, merged, scales8, *[second] * (blocksize == 16)]
         pointers = [tensor.data_ptr() for tensor in more] + [None] * (blocksize != 16)
-        args = Merge(weight, *pointers[:4], None, N, K, of_ranks.numel(), DTYPES[a.dtype], None, None, *pointers[4:])
+        args = Merge(
+            weight, *pointers[:4], None, N, K, of_ranks.numel(), DTYPES[a.dtype], None, None, None, *pointers[4:]
+        )
         self.call("merge_e2m1", args, tensors=[*tensors, *more])
         return merged, scales8, second
 

@@ -173,15 +173,14 @@ def quantize_experts_4bit(
     return packed, state
 
 
-def nest(state: QuantState, offset: Tensor | None = None) -> None:
+def nest(state: QuantState) -> None:
     """Quantize the scales of a 4-bit state to 8 bits: absmax - mean, dynamic map, blocks of 256; of a stack by expert.
 
-    offset: float32 [], taken for the mean of the scales of one weight. An offset [E] and second-level scales
-    [E ceil(n / 256)] are those of a stack whose experts have n scales each.
+    Offset [E] and second-level scales [E ceil(n / 256)] are those of a stack whose experts have n scales each.
     """
     code = table("dynamic", state.absmax.device)
     if not state.kind.stacked:
-        offset = mean(state.absmax) if offset is None else offset
+        offset = mean(state.absmax)
         state.absmax, absmax2 = ops.quantize_blockwise(state.absmax, code, offset, NESTED_BLOCKSIZE)
     else:
         rows = state.absmax.view(state.kind.parts(state), -1)

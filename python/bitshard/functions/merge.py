@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bitshard import ops
 from bitshard.formats.kinds import FOUR_BIT
+from bitshard.formats.maps import table
 from bitshard.formats.microscaled import MXFP4, NVFP4, Microscaled
 from bitshard.formats.state import VALUE_DTYPES, QuantState
 from bitshard.functions import functional, microscaled, reordered
@@ -55,11 +56,12 @@ def _into_one(make: Callable[..., Any], packed: Tensor, state: QuantState, adapt
 
 def _by_maxima(packed: Tensor, state: QuantState, joined: Joined) -> tuple[Tensor, QuantState]:
     """NF4 and FP4: one op."""
-    merged, absmax, mean = ops.merge_4bit(packed, *state.scales(), *joined, *_numbers(state))
-    new = QuantState(absmax, state.shape, None, state.blocksize, state.quant_type, state.dtype)
+    map = table("dynamic", packed.device) if state.nested else ops.empty(packed.device)
+    merged, scales, absmax2, mean = ops.merge_4bit(packed, *state.scales(), *joined, map, *_numbers(state))
+    new = QuantState(scales, state.shape, None, state.blocksize, state.quant_type, state.dtype)
     new.share(state.quant_type)
     if state.nested:
-        functional.nest(new, mean.view(()) if len(mean) else absmax.new_zeros(()))
+        functional.set_nested(new, scales, absmax2, mean.view(()) if len(mean) else absmax2.new_zeros(()))
     return merged, new
 
 
