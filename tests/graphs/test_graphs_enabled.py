@@ -108,6 +108,83 @@ def test_a_large_result_is_lent(folder, monkeypatch):
     assert ours(**batch(5)).logits.data_ptr() != form._places[1].tensor().data_ptr()
 
 
+def places(model):
+    """Where the backward of the model's one graph leaves gradients."""
+    (form,) = vars(model)["_compiled_call_impl"]._forms.values()
+    return form._pieces
+
+
+def lent(model, pieces):
+    """Parameters whose gradient lies there."""
+    spans = [(kept._place.address, kept._place.address + kept._place.span) for kept in pieces]
+    found = [p for p in model.parameters() if p.grad is not None]
+    return [p for p in found if any(begin <= p.grad.data_ptr() < end for begin, end in spans)]
+
+
+def lending(folder, steps=3):
+    """Two models, one with graphs, after some steps and a backward whose gradients are still there; their places."""
+    ours, theirs = twins(folder)
+    for step in range(steps):
+        for m in (ours, theirs):
+            m.zero_grad()
+            m(**batch(step)).loss.backward()
+    assert len(lent(ours, places(ours))) == sum(p.grad is not None for p in ours.parameters()) > 0
+    return ours, theirs, places(ours)
+
+
+def same_gradients(ours, theirs):
+    pairs = [(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    return all(torch.equal(a, b) if a is not None else b is None for a, b in pairs)
+
+
+def test_gradients_are_lent(folder):
+    """Where the graph leaves them; those that a parameter still has in the next step move out of its way."""
+    ours, theirs, pieces = lending(folder)
+    assert same_gradients(ours, theirs)
+    for step in range(3, 6):
+        for m in (ours, theirs):
+            m(**batch(step)).loss.backward()  # adds
+        assert same_gradients(ours, theirs) and not lent(ours, pieces)
+    assert set(graphs.report(ours).eager) == {"the first of its form"}
+    for m in (ours, theirs):
+        m.zero_grad()
+        m(**batch(6)).loss.backward()
+    assert lent(ours, pieces) and same_gradients(ours, theirs)
+
+
+def test_gradients_that_somebody_holds_stay_what_they_are(folder):
+    ours, theirs, pieces = lending(folder)
+    held = [[p.grad for p in m.parameters() if p.grad is not None] for m in (ours, theirs)]
+    for step in (3, 4):  # as long as somebody has them
+        for m in (ours, theirs):
+            m.zero_grad()
+            m(**batch(step)).loss.backward()
+        assert same_gradients(ours, theirs) and all(map(torch.equal, *held))
+    del held
+    for m in (ours, theirs):
+        m.zero_grad()
+        m(**batch(5)).loss.backward()
+    assert same_gradients(ours, theirs)
+    eager = graphs.report(ours).eager
+    assert eager.pop("a gradient of the step before was still held; they are copied from now on") == 2
+    assert not lent(ours, pieces) and set(eager) == {"the first of its form"}
+
+
+@pytest.mark.parametrize("how", ["disabled", "dropped", "changed"])
+def test_gradients_outlive_their_graphs(folder, how):
+    """Graphs that go between a backward and the optimizer's step leave gradients behind."""
+    ours, theirs, pieces = lending(folder)
+    if how == "disabled":
+        graphs.disable(ours)
+    elif how == "dropped":
+        vars(ours)["_compiled_call_impl"].drop()
+    else:
+        ours.base_model.model.config.any_new_setting = 1
+        for m in (ours, theirs):
+            m(**batch(3)).loss.backward()
+    assert not lent(ours, pieces) and same_gradients(ours, theirs)
+
+
 HELD = "a large result of the step before was still held; it is copied from now on"
 
 

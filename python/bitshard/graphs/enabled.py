@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from bitshard.graphs import masks, offload, padding, record, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
-from bitshard.graphs.pair import Gradients, Learned, Pair, Run
+from bitshard.graphs.gradients import Gradients, Lent
+from bitshard.graphs.pair import Learned, Pair, Run
 from bitshard.graphs.sharded import Sharded
 from bitshard.process import foreign, launch, switches
 
@@ -68,6 +69,7 @@ class Enabled:
         self._recorder: Any = None
         self._units: Sharded | None = None
         self._memory: Gradients | None = None
+        self._gradients = Lent()
         self._host = offload.HostMemory()
         self._seen: list[Any] = []
         self._modules: list[nn.Module] = []
@@ -189,6 +191,8 @@ class Enabled:
         run = self._outstanding()
         if run is not None and not run.done:
             return "the backward of the forward before had not come"
+        if not self._take_back():
+            return "a gradient of the step before was still held; they are copied from now on"
         held = self._held()
         self._let_go([])
         for form, number in held:
@@ -202,10 +206,15 @@ class Enabled:
         self._lent = [entry for entry in self._lent if not entry[0].expired()]
         return [(form, number) for _, form, number in self._lent]
 
+    def _take_back(self) -> bool:
+        """Before graphs' memory is overwritten or freed; see `Lent.take_back`."""
+        model = self._model()
+        return self._gradients.take_back(() if model is None else model.parameters())
+
     def _let_go(self, pairs: list[Pair]) -> None:
-        """Drop graphs as soon as no caller has a result that lies in their memory."""
+        """Drop graphs as soon as no caller has a result or a gradient that lies in their memory."""
         self._ended += pairs
-        if self._ended and not self._held():
+        if self._ended and self._take_back() and not self._held():
             for pair in self._ended:
                 pair.drop()
             self._ended.clear()
@@ -290,7 +299,9 @@ class Enabled:
         """Record a form, with activations on the host where `host` is given; the words why not where it can't be."""
         before = self._everything()
         try:
-            form: Pair | str = Pair(model, call, learned, self._recorder, self._units, self._memory, host)
+            form: Pair | str = Pair(
+                model, call, learned, self._recorder, self._units, self._memory, self._gradients, host
+            )
             self._captures += 1
         except torch.OutOfMemoryError as error:
             form = learned if self._give_up() else f"{_FAILED} ({_first_line(error)})"
@@ -355,6 +366,8 @@ class Enabled:
 
     def drop(self) -> None:
         """Drop all graphs; later calls record anew."""
+        self._take_back()
+        self._gradients.give_up()
         self._lent.clear()
         self._forget()
         self._modules, self._seen = [], []
@@ -367,7 +380,7 @@ class Enabled:
 
 _FAILED = "it can't be recorded"
 _FIRST = "the first of its form"
-_PASSING = ("the backward of", "a large result", _FIRST)
+_PASSING = ("the backward of", "a large result", "a gradient of", _FIRST)
 
 
 def _kind(key: tuple, call: Call) -> Hashable:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from bitshard.graphs import masks, watched
 from bitshard.graphs.calls import Answer, Call, Refused
+from bitshard.graphs.gradients import Gradients, Lent
 from bitshard.graphs.offload import HostMemory
 from bitshard.graphs.randomness import Draws
 from bitshard.graphs.record import Place
@@ -68,34 +69,6 @@ class Learned:
         self.used.update(n for n, grad in zip(self.answer.graded, incoming, strict=True) if grad is not None)
 
 
-class Gradients:
-    """Where the gradients of all trained parameters lie, behind one another in one piece for each dtype."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self._at: dict[nn.Parameter, tuple[torch.dtype, int, torch.Size]] = {}
-        self._sizes: dict[torch.dtype, int] = {}
-        for parameter in parameters:
-            local = part(parameter)
-            begin = self._sizes.get(local.dtype, 0)
-            self._at[parameter] = local.dtype, begin, local.shape
-            self._sizes[local.dtype] = begin + local.numel()
-        self._device = part(parameters[0]).device
-
-    def together(self, gradients: dict[nn.Parameter, Tensor]) -> list[Tensor]:
-        """New pieces with these gradients, in few launches. What lies in the places of others is undefined."""
-        pieces = [torch.empty(n, dtype=dtype, device=self._device) for dtype, n in self._sizes.items()]
-        torch._foreach_copy_(self.views(pieces, list(gradients)), list(gradients.values()))
-        return pieces
-
-    def views(self, pieces: list[Tensor], parameters: list[nn.Parameter]) -> list[Tensor]:
-        """The gradients of some parameters in such pieces."""
-        by_dtype, views = dict(zip(self._sizes, pieces, strict=True)), []
-        for parameter in parameters:
-            dtype, begin, shape = self._at[parameter]
-            views.append(by_dtype[dtype].narrow(0, begin, shape.numel()).view(shape))
-        return views
-
-
 class Pair:
     """See the module. RuntimeError of torch or CUDA, or Refused, where a step can't be recorded."""
 
@@ -107,10 +80,12 @@ class Pair:
         recorder: Any,
         units: Sharded,
         memory: Gradients,
+        lent: Lent,
         host: HostMemory | None = None,
     ):
         self._model, self.learned, self._recorder, self._host = model, learned, recorder, host
-        self._call, self._memory, self.elements = call.without_tensors(), memory, call.elements()
+        self._call, self._memory, self._lent = call.without_tensors(), memory, lent
+        self.elements = call.elements()
         self._inputs = [tensor.detach().clone() for tensor in call.tensors]
         self._streams = units.streams() + (host.streams(call.tensors[0].device) if host else [])
         self._trained = watched.trained(model)
@@ -248,7 +223,7 @@ class Pair:
         self.learned.draws.before_backward()
         self._backward.replay()
         self._settle()
-        pieces = [place.tensor().clone() for place in self._pieces]
+        pieces = self._lent.lend([place.tensor() for place in self._pieces])
         copies = self._memory.views(pieces, [*self.plain, *self.sharded])
         deliver(self.sharded, copies[len(self.plain) :])
         found = dict(zip(self.plain, copies, strict=False))
