@@ -125,7 +125,8 @@ def test_mixtures(tmp_path, quant_type):
     assert distance(models["out"], wanted) < distance(models["plain"], wanted)
     state = models["out"].model.layers[0].mlp.experts.packed_stacks["down_proj"].state
     assert state.kind is kind_of(quant_type).stack
-    assert len(state.state2.absmax.unique()) == (4 if quant_type == "nvfp4" else 1)
+    scales = state.state2.absmax.unique()  # two experts of random numbers may have the same
+    assert len(scales) in ((3, 4) if quant_type == "nvfp4" else (1,))
 
 
 @pytest.mark.parametrize("fmt", MICROSCALED, ids=str)

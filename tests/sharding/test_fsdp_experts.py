@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from bitshard.transformers import FourBitConfig
 from fsdp.launch import LIMIT, WORKERS, accelerate_launch, launch, options, passed, results, run
 from helpers import moe, tiny
@@ -21,6 +22,7 @@ TWO += ["merging_fsdp1", "published_mxfp4", "published_fp8", "parallel_plans"]
 TWO += [f"kept_mxfp4_{how}" for how in ("by_units", "in_parts", "native", "whole", "fsdp1", "state_dicts")]
 TWO += [f"kept_nvfp4_{what}_{how}" for what in moe.NVFP4 for how in ("by_units", "native", "in_parts")]
 TWO += ["distributed_checkpoint", "distributed_checkpoint_gpt_oss", "quantizing_shards"]
+SCALARS = [f"kept_nvfp4_{layout}_native" for layout in ("modelopt", "compressed-tensors")]
 THREE = [f"{how}_few_nested" for how in LOADED if how != "native"] + ["training_fsdp2_few", "distributed_checkpoint"]
 FOUR = ["hybrid_qwen3_moe", "hybrid_gpt_oss"]
 
@@ -85,6 +87,8 @@ def test_all_checks_ran(two, three, four):
 
 @pytest.mark.parametrize("name", TWO)
 def test_two_ranks(two, name):
+    if transformers.__version__.startswith("5.17.") and name in SCALARS:
+        pytest.skip("transformers 5.17 cuts scalars of NVFP4 along a dimension that they lack (IndexError)")
     passed(two, name)
 
 
