@@ -93,6 +93,20 @@ class Lent:
             parameter.grad = _like(new, parameter.grad)
 
 
-def _like(local: Tensor, gradient: Tensor) -> Tensor:
-    """This process's part of a gradient as a gradient of the same kind."""
-    return type(gradient)(local, gradient._spec, requires_grad=False) if gather.is_dtensor(gradient) else local
+def deliver(parameters: list[nn.Parameter], parts: list[Tensor]) -> None:
+    """Add this process's parts of gradients to those of sharded parameters, as FSDP2 does."""
+    adding = [(p.grad._local_tensor, new) for p, new in zip(parameters, parts, strict=True) if p.grad is not None]
+    if adding:
+        torch._foreach_add_([old for old, _ in adding], [new for _, new in adding])
+    for p, new in zip(parameters, parts, strict=True):
+        if p.grad is None:
+            p.grad = _like(new, p)
+
+
+def _like(local: Tensor, tensor: Tensor) -> Tensor:
+    """This process's part of a gradient, as a gradient of `tensor`, or like it."""
+    if not gather.is_dtensor(tensor):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from bitshard.graphs import masks, watched
 from bitshard.graphs.calls import Answer, Call, Refused
-from bitshard.graphs.gradients import Gradients, Lent
+from bitshard.graphs.gradients import Gradients, Lent, deliver
 from bitshard.graphs.offload import HostMemory
 from bitshard.graphs.randomness import Draws
 from bitshard.graphs.record import Place
@@ -272,22 +272,6 @@ class Run:
         self.done, self._lent = True, []
         given = zip(self.pair.graded, incoming, strict=True)
         return self.pair.backward({n: grad for n, grad in given if grad is not None}, self.inputs)
-
-
-def deliver(parameters: list[nn.Parameter], parts: list[Tensor]) -> None:
-    """Add this process's parts of gradients to those of sharded parameters, as FSDP2 does."""
-    adding = [(p.grad._local_tensor, new) for p, new in zip(parameters, parts, strict=True) if p.grad is not None]
-    if adding:
-        torch._foreach_add_([old for old, _ in adding], [new for _, new in adding])
-    for p, new in zip(parameters, parts, strict=True):
-        if p.grad is None:
-            p.grad = _as_dtensor(new, p)
-
-
-def _as_dtensor(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(local, parameter._spec, requires_grad=False)
 
 
 @contextlib.contextmanager
