@@ -29,7 +29,7 @@ C_FLAGS = ("-std=gnu11", "-Og", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp
 C_FLAGS += ("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-variable", "-Wno-unused-label")
 C_FLAGS += ("-Werror=implicit-function-declaration", "-Wl,-z,defs")
 MACHINE_FLAGS = tuple("-O3" if flag == "-Og" else flag for flag in C_FLAGS)  # it runs long, and is compiled once
-LARGE = ("calibration",)  # kernels that take longer to compile than to run
+LARGE = ("calibration", "gemm_4bit_sm90_wide", "gemm_4bit_sm90_wide_short")  # longer to compile than to run
 LARGE_FLAGS = tuple("-O0" if flag == "-Og" else flag for flag in C_FLAGS)
 # Instructions of one generation of GPUs come with its "a".
 TARGETS = {75: "compute_75", 80: "compute_80", 90: "compute_90a"}
