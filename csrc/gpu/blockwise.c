@@ -32,12 +32,15 @@ bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *const args, cons
 
 /* ---- 8-bit blocks ---- */
 
+int64_t bsh_cuda_search_blocks(const int64_t n, const int64_t blocksize, const bsh_cuda_context *const context) {
+  const int64_t all = divide_up(divide_up(n, blocksize), BSH_BLOCK_WARPS);
+  return min_i64(all, (int64_t)context->sms * BSH_SEARCH_BLOCKS_PER_SM);
+}
+
 bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *const args,
                                        const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernels[BSH_DTYPES] = BSH_BY_DTYPE(blockwise, "quantize_blockwise_", "");
-  const int64_t all = divide_up(divide_up(args->n, args->blocksize), BSH_BLOCK_WARPS);
-  const int64_t most = (int64_t)context->sms * BSH_SEARCH_BLOCKS_PER_SM;
-  return launch(context, &kernels[args->dtype], min_i64(all, most), args);
+  return launch(context, &kernels[args->dtype], bsh_cuda_search_blocks(args->n, args->blocksize, context), args);
 }
 
 bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *const args,

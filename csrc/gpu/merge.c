@@ -32,9 +32,8 @@ static bsh_status launch_nest(const bsh_merge_4bit_args *const args, int64_t cou
                               const bsh_cuda_context *const context) {
   static bsh_cuda_kernel kernel = BSH_KERNEL(merge, "merge_4bit_nest");
   const int64_t scales = divide_up(args->weight.n, args->weight.blocksize);
-  const int64_t all = divide_up(divide_up(scales, BSH_NESTED_BLOCKSIZE), BSH_BLOCK_WARPS);
-  const int64_t most = (int64_t)context->sms * BSH_SEARCH_BLOCKS_PER_SM;
-  const bsh_cuda_launch_shape shape = bsh_overlapping(min_i64(all, most), BSH_BLOCK_THREADS, 1, 0);
+  const int64_t blocks = bsh_cuda_search_blocks(scales, BSH_NESTED_BLOCKSIZE, context);
+  const bsh_cuda_launch_shape shape = bsh_overlapping(blocks, BSH_BLOCK_THREADS, 1, 0);
   return bsh_cuda_launch(context, &kernel, &shape, (void *[]){(void *)(uintptr_t)args, &count});
 }
 

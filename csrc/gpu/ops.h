@@ -12,6 +12,8 @@
 bsh_status bsh_cuda_quantize_4bit(const bsh_quantize_4bit_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_dequantize_4bit(const bsh_dequantize_4bit_args *args, const bsh_cuda_context *context);
 bsh_status bsh_cuda_quantize_blockwise(const bsh_quantize_blockwise_args *args, const bsh_cuda_context *context);
+/* Blocks of threads that quantize n numbers in such blocks, a warp each at a time. */
+int64_t bsh_cuda_search_blocks(int64_t n, int64_t blocksize, const bsh_cuda_context *context);
 bsh_status bsh_cuda_dequantize_blockwise(const bsh_dequantize_blockwise_args *args, const bsh_cuda_context *context);
 
 /* Scales and codes of calibration (gpu/calibration.c). */
