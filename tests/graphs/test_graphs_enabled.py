@@ -185,6 +185,22 @@ def test_gradients_outlive_their_graphs(folder, how):
     assert not lent(ours, pieces) and same_gradients(ours, theirs)
 
 
+def test_graphs_go_where_no_memory_is_left_for_their_gradients(folder, monkeypatch):
+    """An error, and no gradient that lies in memory which is somebody else's by now."""
+    ours, _, pieces = lending(folder)
+    call = vars(ours)["_compiled_call_impl"]
+
+    def full(parameters):
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call._gradients, "_copy_gradients", full)
+        with pytest.raises(torch.OutOfMemoryError, match="none left"):
+            graphs.disable(ours)
+    assert not call._forms and all(graph.dropped for graph in call._recorder.graphs)
+    assert not lent(ours, pieces) and not [p for p in ours.parameters() if p.grad is not None]
+
+
 HELD = "a large result of the step before was still held; it is copied from now on"
 
 

@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,8 +208,11 @@ class Enabled:
 
     def _take_back(self) -> bool:
         """Before graphs' memory is overwritten or freed; see `Lent.take_back`."""
+        return self._gradients.take_back(self._parameters())
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
         model = self._model()
-        return self._gradients.take_back(() if model is None else model.parameters())
+        return () if model is None else model.parameters()
 
     def _let_go(self, pairs: list[Pair]) -> None:
         """Drop graphs as soon as no caller has a result or a gradient that lies in their memory."""
@@ -365,12 +368,14 @@ class Enabled:
     # -- for others --
 
     def drop(self) -> None:
-        """Drop all graphs; later calls record anew."""
-        self._take_back()
-        self._gradients.give_up()
-        self._lent.clear()
-        self._forget()
-        self._modules, self._seen = [], []
+        """Drop all graphs, also where copying gradients raises; later calls record anew."""
+        try:
+            self._take_back()
+        finally:
+            self._gradients.give_up(self._parameters())
+            self._lent.clear()
+            self._forget()
+            self._modules, self._seen = [], []
 
     def report(self) -> Report:
         """How calls ran so far."""

@@ -68,25 +68,31 @@ class Lent:
         self.copied = self.copied or bool(self._storages)
         return not self._storages
 
-    def give_up(self) -> None:
-        """Leave what is still held to its fate: the graphs go."""
+    def give_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The graphs go, and with them gradients that `parameters` still have there; what others hold is left alone."""
+        if self._storages:
+            for parameter in self._borrowers(parameters):
+                parameter.grad = None
         self._storages.clear()
 
     def _forget(self) -> None:
         """Storages that nobody has any more."""
         self._storages = [storage for storage in self._storages if not storage.expired()]
 
+    def _borrowers(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of `parameters` whose gradient lies in a piece that is lent."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        graded = [parameter for parameter in parameters if parameter.grad is not None]
+        return [p for p in graded if StorageWeakRef(part(p.grad).untyped_storage()) in self._storages]
+
     def _copy_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         from torch.multiprocessing.reductions import StorageWeakRef
 
         own: dict = {}  # a lent storage -> a copy of its piece
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
+        for parameter in self._borrowers(parameters):
             old = part(parameter.grad)
             storage = StorageWeakRef(old.untyped_storage())
-            if storage not in self._storages:
-                continue
             if storage not in own:
                 own[storage] = old.new_empty(0).set_(old.untyped_storage()).clone()
             new = own[storage].as_strided(old.size(), old.stride(), old.storage_offset())

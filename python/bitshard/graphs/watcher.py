@@ -8,6 +8,7 @@ second: is somebody destroying the process group? Has the last launch been runni
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -49,8 +50,9 @@ def launched(device: torch.device) -> None:
 
 def drop_all() -> None:
     """Drop all graphs; also at the interpreter's exit, before torch frees its communicators."""
-    for enabled in list(_known):
-        enabled.drop()
+    with contextlib.ExitStack() as every:  # also where one of them raises
+        for enabled in list(_known):
+            every.callback(enabled.drop)
 
 
 atexit.register(drop_all)
