@@ -8,8 +8,8 @@ a process of its own; all are alive at once and take turns of `--steps` steps, `
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
 captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, merge-aware, bf16, upstream,
 before and before-fused (another build, which fails where it has no fused layers), each also as "... graph" and with
-weights of another format, as in "merge-aware mxfp4 graph". All
-processes keep to the same few cores: where the host decides, processes on different ones differ by a tenth.
+weights of another format, as in "merge-aware mxfp4 graph". All processes keep to the same few cores: where the host
+decides, processes on different ones differ by a tenth.
 """
 
 import argparse
