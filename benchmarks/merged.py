@@ -14,7 +14,7 @@ held-out lines whose words are all the likeliest ones, behind the other lines of
 
 Rows: ordinary LoRA, as it is and merged to the nearest codes; merged with codes and scales that are calibrated on
 --samples of the sequences that were trained on, alone and with --tune-steps of tuning; merge-aware from the start, from
-half and from three quarters of the steps.
+half and from three quarters of the steps; and both, from half and tuned.
 The learning rate of each row and text is the one with the least loss with seed 0, of calibrated rows that of ordinary
 LoRA; ordinary LoRA merged has a row also with the rate that is best for it after merging.
 Gain kept: (base - merged) / (base - ordinary LoRA unmerged), of the means over the seeds. Each run is kept in --work
@@ -56,7 +56,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 LENGTH, BATCH, HELD = 256, 8, 48
 ORDINARY, CALIBRATED, TUNED = "LoRA", "LoRA, calibrated", "LoRA, calibrated and tuned"
 AWARE, LATER, LATEST = "merge-aware", "merge-aware from half of the steps", "merge-aware from three quarters"
-STARTS = {ORDINARY: None, CALIBRATED: None, TUNED: None, AWARE: 0.0, LATER: 0.5, LATEST: 0.75}  # of the steps
+BOTH = "both: merge-aware from 0.5 on, tuned at the merge"
+STARTS = {
+    ORDINARY: None,
+    CALIBRATED: None,
+    TUNED: None,
+    AWARE: 0.0,
+    LATER: 0.5,
+    LATEST: 0.75,
+    BOTH: 0.5,
+}  # of the steps
+AT_MERGE = {CALIBRATED: False, TUNED: True, BOTH: True}  # rows that are calibrated at the merge: whether they are tuned
 NUMBERS, WORDS, LARGEST = "numbers", "num2words==0.5.14", 100_000
 
 
@@ -215,16 +225,16 @@ def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, 
     optimizer = None
     if STARTS[row] is None:
         measure("unmerged", model)
-    if row in (CALIBRATED, TUNED):
+    if row in AT_MERGE:
         ids = train[order[: options.steps * BATCH].unique()[: options.samples]]
-        steps = options.tune_steps if row == TUNED else 0
+        steps = options.tune_steps if AT_MERGE[row] else 0
         measure("merged", quantized(dense(model), ids, steps, seed, options.type))
         losses["seconds calibrated"] = time.monotonic() - begin - losses["seconds"]
     else:
         if row == ORDINARY:
             lora.merge_aware(model)  # nearest codes of the sum
         measure("merged", model)
-        lora.merge_aware(model, None)
+    lora.merge_aware(model, None)
     model.unload()
     return losses
 
@@ -237,7 +247,7 @@ def machine(device: str) -> str:
 def note_of(run: tuple, options: Any) -> Path:
     text, row, seed, lr = run
     kind = "" if options.type == "nf4" else f"{options.type}, "
-    tuned = f", tuned {options.tune_steps}" if row == TUNED else ""
+    tuned = f", tuned {options.tune_steps}" if AT_MERGE.get(row) else ""
     steps = f"{options.steps} steps, rank {options.rank}{tuned}"
     return options.work / f"{options.model.name}, {kind}{text}, {row}, {lr:g}, seed {seed}, {steps}.json"
 
@@ -282,7 +292,7 @@ def served(rows: list[str]) -> dict[str, tuple[str, str]]:
 
 def chosen(found: dict[tuple, dict], text: str, row: str, key: str, options: Any) -> float:
     """The learning rate with the least loss with seed 0."""
-    if row in (CALIBRATED, TUNED):
+    if row in AT_MERGE:
         row, key = ORDINARY, "unmerged"
     rates = [lr for lr in options.lrs if (text, row, 0, lr) in found]
     return min(rates, key=lambda lr: found[text, row, 0, lr][key], default=options.lrs[0])
@@ -347,7 +357,7 @@ def main() -> None:
         return torch.save(data, options.prepare / "tokens.pt")
     options.work.mkdir(parents=True, exist_ok=True)
     first = [(text, row, 0, lr) for lr in options.lrs for text in options.texts for row in rows]
-    found = made([run for run in first if run[1] not in (CALIBRATED, TUNED)], data, options)
+    found = made([run for run in first if run[1] not in AT_MERGE], data, options)
     picked = {
         (text, row, chosen(found, text, row, key, options))
         for text in options.texts
