@@ -65,6 +65,19 @@ def captured(monkeypatch):
     return model
 
 
+def test_an_error_of_one_model_keeps_no_others_graphs(captured, monkeypatch):
+    class Failing:
+        def drop(self):
+            raise torch.OutOfMemoryError("none left")
+
+    made = vars(captured)["_compiled_call_impl"]._recorder.graphs
+    others = Failing(), vars(captured)["_compiled_call_impl"], Failing()
+    monkeypatch.setattr(watcher, "_known", others)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        watcher.drop_all()
+    assert len(made) == 2 and all(graph.dropped for graph in made)
+
+
 def test_all_graphs_are_dropped(captured):
     made = vars(captured)["_compiled_call_impl"]._recorder.graphs
     watcher.drop_all()
