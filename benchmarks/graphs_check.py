@@ -93,7 +93,8 @@ def asked(options: argparse.Namespace, gpus: int, jobs: list[str], folder: str) 
     return {
         **{"jobs": jobs, "gpus": gpus, "steps": options.steps, "folder": folder, "multiple": multiple},
         **{"lengths": list(range(multiple // 2, 2 * multiple, 5)), "two_lengths": [multiple // 2, multiple]},
-        **{"fuse": not options.plain, "stand_in": options.stand_in, "record": str(options.record.resolve())},
+        **{"fuse": not options.plain, "stand_in": options.stand_in, "patience": options.patience},
+        "record": str(options.record.resolve()),
         "shape": {name: getattr(options, name) for name in launches.SHAPE},
     }
 

@@ -10,6 +10,7 @@ own, and graphs that see another batch than they should are found.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -291,6 +292,7 @@ def main() -> None:
     write(options, {"device": name, "torch": torch.__version__})
     for job in options.jobs:
         write(options, {"begins": job})
+        faulthandler.dump_traceback_later(0.8 * options.patience)  # where it hangs, before the launch is ended
         try:
             write(options, three(options, job))
         except Exception as error:

@@ -135,7 +135,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def telling_lines(log: Path, count: int = 40) -> str:
-    """Of a launch that failed: the first traceback, behind which comes that of the launcher, or the last lines."""
+    """Of a launch that failed: where its threads were when it hung, or the first traceback, behind which comes that of
+    the launcher, or the last lines."""
     lines = log.read_text(errors="replace").splitlines()
+    if hung := [i for i, line in enumerate(lines) if line.startswith("Timeout (")]:  # faulthandler's
+        return "\n".join(lines[hung[0] :][: 10 * count])
     found = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line] or [len(lines) - count]
     return "\n".join(lines[max(found[0], 0) : [*found, len(lines)][1]][-count:])

@@ -235,6 +235,8 @@ def trained(base: torch.nn.Module, data: tuple, row: str, seed: int, lr: float, 
             lora.merge_aware(model)  # nearest codes of the sum
         measure("merged", model)
     lora.merge_aware(model, None)
+    if STARTS[row] is not None:
+        measure("unmerged", model)  # beside the base as others serve it, without rounding
     model.unload()
     return losses
 
