@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     of_text.add_argument(
         "--calibrate", metavar="TEXT",
         help="with --to 4bit: choose scales and codes for this text, best the one that was trained on; a dense copy is "
-        "beside OUT meanwhile",
+        "beside OUT meanwhile; not for adapters that were trained merge-aware",
     )  # fmt: skip
     calibrated.samples(of_text)
     calibrated.tuning(of_text)

@@ -34,6 +34,7 @@ def merge_calibrated(
     """Write the model of `base`, 4-bit, with the adapters of `adapter` in its weights to `out`: 4-bit ones as those of
     the base, calibrated to the merged weights.
 
+    Not for adapters that were trained merge-aware: they are good when rounded to the nearest codes, not as they are.
     The merged weights are in OUT.dense meanwhile, in the dtype of the base's config, and are deleted at the end.
 
     Args:
