@@ -187,17 +187,23 @@ class Case:
         return ops.dequantize_4bit(self.codes[i], *self.scales, 64, 0, self.N, self.K, torch.bfloat16)
 
 
+def fastest(lt: Lt, product, w, x, y) -> list:
+    """cuBLASLt's algorithms of sm_80 for a product, the fastest first."""
+    algorithms = lt.algorithms(product)
+    calls = [lambda a=a: lt.run(product, a, w, x, y) for a in algorithms]
+    names = kernels_of(calls)
+    old = [i for i, name in enumerate(names) if any(part in name for part in OLD)]
+    return [algorithms[i] for i in sorted(old, key=lambda i: microseconds(calls[i]))]
+
+
 def measure(lt: Lt, case: Case, M: int, gradient: bool) -> dict:
     N, K = case.N, case.K
     x = torch.randn(M, N if gradient else K, device="cuda", dtype=torch.bfloat16)
     y = torch.empty(M, K if gradient else N, device="cuda", dtype=torch.bfloat16)
     product = lt.product(M, N, K, gradient)
-    calls = [lambda a=a: lt.run(product, a, case.w, x, y) for a in lt.algorithms(product)]
-    names = kernels_of(calls)
-    old = [call for call, name in zip(calls, names, strict=True) if any(part in name for part in OLD)]
-    fastest = sorted(old, key=microseconds)[:3]
-    vendors = {f"vendor {i}": lt_call(lt, product, call, x, y) for i, call in enumerate(fastest)}
-    algorithm = fastest[0].__defaults__[0]
+    old = fastest(lt, product, case.w, x, y)
+    vendors = {f"vendor {i}": lambda w, a=a: lt.run(product, a, w, x, y) for i, a in enumerate(old[:3])}
+    algorithm = old[0]
 
     def panels(i: int) -> None:
         lt.run(product, algorithm, case.dequantized(i), x, y)
@@ -218,11 +224,6 @@ def measure(lt: Lt, case: Case, M: int, gradient: bool) -> dict:
     found["vendor"] = min(found[name] for name in vendors)
     plan = _C.plan_linear_4bit(M, N, K, 2, *card(), gradient=gradient, kernel=KERNEL)["slices"][0]
     return found | {"form": plan["launches"][0]["entry"].rpartition("_")[2], "algorithms": len(old)}
-
-
-def lt_call(lt: Lt, product, call, x, y):
-    algorithm = call.__defaults__[0]
-    return lambda w: lt.run(product, algorithm, w, x, y)
 
 
 class Args(ctypes.Structure):

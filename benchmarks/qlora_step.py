@@ -8,8 +8,9 @@ a process of its own; all are alive at once and take turns of `--steps` steps, `
 median over rounds of a turn's median, and of its fastest step. A case that fails (memory, a step that cannot be
 captured) is said to have failed; its error is on standard error. Cases: bitshard, fused, merge-aware, bf16, upstream,
 before and before-fused (another build, which fails where it has no fused layers), each also as "... graph" and with
-weights of another format, as in "merge-aware mxfp4 graph". All processes keep to the same few cores: where the host
-decides, processes on different ones differ by a tenth.
+weights of another format, as in "merge-aware mxfp4 graph". sm80 and panels stand for a card older than Hopper: products
+of 4-bit layers by gemm_4bit_sm80, or W dequantized and multiplied by cuBLASLt's fastest kernels of sm_80. All
+processes keep to the same few cores: where the host decides, processes on different ones differ by a tenth.
 """
 
 import argparse
@@ -88,6 +89,15 @@ def build(mode: str, layers: int):
         from bitshard import lora as fused
 
         print(fused.fuse(model), file=sys.stderr)
+    if mode.split()[0] == "sm80":
+        from bitshard import _C
+
+        for op in ("linear_4bit", "linear_4bit_dgrad"):
+            _C.force_kernel(op, "gemm_4bit_sm80")
+    if mode.split()[0] == "panels":
+        import sm80_panels
+
+        sm80_panels.replace(model)
     if mode.split()[0] == "merge-aware":
         from bitshard import lora as aware
 
