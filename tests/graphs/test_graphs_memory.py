@@ -159,6 +159,12 @@ def test_where_memory_is_short(folder, monkeypatch, lengths, looks, captures):
     assert (said.captures, said.graphs) == (captures, 3)
 
 
+def test_as_many_graphs_are_kept_as_said(folder):
+    """More than half of `KEPT`."""
+    said = check(folder, 18, 9, make=lambda step: batch(step, length=12 - step % 9))
+    assert enabled.KEPT == 16 and (said.captures, said.graphs) == (9, 9)
+
+
 def test_draws_are_counted_by_size(folder):
     learned = pair.Learned(torch.device("cpu"))
     assert learned.for_shorter(torch.device("cpu")) is None  # no backward came

@@ -289,7 +289,7 @@ class Enabled:
         self._forms[key] = form
         self._forms.move_to_end(key)
         pairs = [key for key, form in self._forms.items() if isinstance(form, Pair)]
-        old = [self._forms.pop(key) for key in pairs[: len(pairs) - KEPT]]
+        old = [self._forms.pop(key) for key in pairs[: max(0, len(pairs) - KEPT)]]
         while len(self._forms) > FORMS:
             old.append(self._forms.popitem(last=False)[1])
         self._let_go([form for form in old if isinstance(form, Pair)])
