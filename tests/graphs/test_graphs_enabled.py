@@ -626,12 +626,6 @@ def test_compiled_around(folder):
     assert graphs.report(model).replays == 0 and model.linear.weight.grad is not None
 
 
-def test_the_least_used_graphs_go(folder, monkeypatch):
-    monkeypatch.setattr(enabled, "KEPT", 2)
-    said = check(folder, 12, 8, make=lambda step: batch(step, length=6 + step % 3 if step < 6 else 6))
-    assert said.graphs == 2 and said.captures == 4
-
-
 def test_settings_belong_to_the_form():
     ours, theirs = Scaled().train(), Scaled().train()
     graphs.enable(ours)
@@ -639,7 +633,7 @@ def test_settings_belong_to_the_form():
         for context in (contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)):
             assert steps_of(ours, [1.0] * 3, context) == steps_of(theirs, [1.0] * 3, context)
     said = graphs.report(ours)
-    assert said.captures == 2 and said.replays == 10
+    assert said.captures == 3 and said.replays == 10  # the first form's graphs go for the first call of the other
 
 
 def test_autocast_around_all_steps():

@@ -109,6 +109,9 @@ def test_a_recording_that_failed_leaves_nothing(monkeypatch):
         host._fetch(0)
         raise RuntimeError("in the middle")
     assert host._leaving and host._ahead
+    host.forget()
+    assert not (host._kept or host._leaving or host._ahead)
+    host._leaving.append((tensor, None))
     with host.layers(torch.nn.Module()):
         assert not (host._kept or host._leaving or host._ahead)
 
@@ -157,6 +160,26 @@ def test_where_memory_is_short(folder, monkeypatch, lengths, looks, captures):
     monkeypatch.setattr(enabled, "RECORDER", Short)
     said = check(folder, len(lengths), len(lengths) - looks, make=lambda step: batch(step, length=lengths[step]))
     assert (said.captures, said.graphs) == (captures, 3)
+
+
+def test_memory_that_is_kept(monkeypatch):
+    """By somebody, of the pool of which stock was taken."""
+    segments = [{"allocated_size": 50, "segment_pool_id": (0, n)} for n in range(3)]
+    pools = iter([(0, 1), (0, 2)])
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    recorder = record.Recorder.__new__(record.Recorder)
+    recorder.new_pool()
+    recorder.take_stock()
+    segments[0]["allocated_size"] = 60
+    assert not recorder.holds_more()
+    recorder.new_pool()
+    segments[2]["allocated_size"] = 60
+    assert not recorder.holds_more()
+    segments[1]["allocated_size"] = 51
+    assert recorder.holds_more()
+    recorder.forget_stock()
+    assert not recorder.holds_more()
 
 
 def test_as_many_graphs_are_kept_as_said(folder):

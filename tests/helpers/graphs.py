@@ -47,11 +47,24 @@ class StandIn:
     def recover(self):
         pass
 
+    def tells(self):
+        return True
+
+    def take_stock(self):
+        pass
+
+    def forget_stock(self):
+        pass
+
+    def holds_more(self):
+        return False
+
     def short_of_memory(self, share):
         return False
 
     def give_back(self):
-        pass
+        for place in self.kept:  # somebody else's from now on
+            place.spoil()
 
     def new_pool(self):
         pass

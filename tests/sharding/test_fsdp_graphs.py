@@ -54,7 +54,7 @@ def test_steps_are_those_without_graphs(results, world, name):
         assert captured["replays"] + sum(captured["eager"].values()) == calls
         assert set(captured["eager"]) == {FIRST}
         if name == OWN:
-            assert captured["graphs"] == captured["captures"] == 3 and captured["replays"] >= 16
+            assert captured["graphs"] == 3 <= captured["captures"] <= 8 and captured["replays"] >= 16
         else:
             assert captured["captures"] == 1 and captured["replays"] >= calls - 2
 

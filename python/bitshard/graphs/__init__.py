@@ -35,9 +35,9 @@ def enable(model: nn.Module, pad_to_multiple_of: int | None = None) -> None:
             None: BITSHARD_PAD_TO_MULTIPLE_OF, if that is set, else as they are.
 
     Nothing is recorded now. A call of a new form (shapes of its arguments, other values, torch's settings) runs as it
-    is, the next one of this form is recorded. What can't be a graph runs as it is, too, with a line in the log that
-    says why, once for each reason; `report` counts them. Where something of the model changes that a graph has inside,
-    its graphs are dropped and made anew.
+    is, the next one of this form is recorded; a form that is shorter than others may be recorded at once. What can't be
+    a graph runs as it is, too, with a line in the log that says why, once for each reason; `report` counts them. Where
+    something of the model changes that a graph has inside, its graphs are dropped and made anew.
 
     TypeError where `model` is no module; ValueError where torch.compile compiles it already, and for a step below 1.
     """

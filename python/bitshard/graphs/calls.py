@@ -51,8 +51,8 @@ class Call(NamedTuple):
         return spec, tuple((len(leaf[0]), *leaf[1:]) if isinstance(leaf[0], torch.Size) else leaf for leaf in described)
 
     def elements(self) -> int:
-        """Elements of all tensors together."""
-        return sum(tensor.numel() for tensor in self.tensors)
+        """Elements of the largest tensor: a mask or a number beside the tokens makes no larger step."""
+        return max((tensor.numel() for tensor in self.tensors), default=0)
 
     def shapes(self) -> list[torch.Size]:
         """The shape of each tensor."""

@@ -4,7 +4,8 @@
 its own `compile` puts a call, too. It is dropped from copies and pickles. Nothing is patched.
 
 A call of a new form (shapes, dtypes, other arguments, settings) runs as it is, and is looked at. The next one of this
-form is recorded and launched, all later ones are launched. Ranks need not agree on that: what is recorded calls
+form is recorded and launched, all later ones are launched. Where the first one would need much memory beside the graphs
+it is recorded at once, or they go first (`room`). Ranks need not agree on that: what is recorded calls
 nothing, and what is launched calls the collectives of the step, in its order, whichever way another rank goes.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitshard.graphs import masks, offload, padding, record, watched, watcher
+from bitshard.graphs import masks, offload, padding, record, room, watched, watcher
 from bitshard.graphs.calls import Answer, Call, Refused, settings
 from bitshard.graphs.gradients import Gradients, Lent
 from bitshard.graphs.pair import Learned, Pair, Run
@@ -34,7 +35,6 @@ RECORDER = record.Recorder  # for tests
 KEPT = 16  # graphs of a model, for as many forms of calls; the one that was used least lately goes
 AGAIN = 16  # calls until a model that can't be captured is looked at again
 FORMS = 4096  # forms that are remembered
-LOOKS = 64  # of them, those whose first calls may teach another one
 _inside = threading.local()
 
 
@@ -79,8 +79,8 @@ class Enabled:
         self._outstanding: Any = lambda: None
         self._lent: list[tuple[Any, Learned | Pair, int]] = []
         self._ended: list[Pair] = []
-        self._looks: deque[tuple[Hashable, list[torch.Size], Learned]] = deque(maxlen=LOOKS)
-        self._captures = self._replays = 0
+        self._looks = room.Looks()
+        self._captures = self._replays = self._spent = 0
         self._eager: Counter = Counter()
         self._said: set[str] = set()
         self._anchor = torch.zeros((), dtype=torch.float32, requires_grad=True)
@@ -110,12 +110,10 @@ class Enabled:
         except Refused as refused:
             return self._eagerly(model, args, kwargs, str(refused))
         form, why = self._current(key), self._not_now()
-        if form is None and why is None and self._recorder.short_of_memory(self._share(call)):
-            form = self._without_a_look(key, call)
+        if why is None:
+            form = self._with_graphs(model, key, call, form, self._host if offloaded else None)
         if form is None or (isinstance(form, Learned) and not form.used):
             return given.cut(self._look(model, key, call))
-        if why is None and isinstance(form, Learned):
-            form = self._record(model, key, call, form, self._host if offloaded else None)
         why = form if isinstance(form, str) else why
         return given.cut(self._launch(form, call)) if why is None else self._eagerly(model, args, kwargs, why)
 
@@ -188,8 +186,7 @@ class Enabled:
 
     def _not_now(self) -> str | None:
         """Why this call runs as it is, though the next may be a graph."""
-        run = self._outstanding()
-        if run is not None and not run.done:
+        if self._waits():
             return "the backward of the forward before had not come"
         if not self._take_back():
             return "a gradient of the step before was still held; they are copied from now on"
@@ -200,6 +197,11 @@ class Enabled:
         if any(isinstance(form, Pair) for form, _ in held):
             return "a large result of the step before was still held; it is copied from now on"
         return self._units.not_now() if self._units else None
+
+    def _waits(self) -> bool:
+        """Whether the backward of the last launch may still come."""
+        run = self._outstanding()
+        return run is not None and not run.done
 
     def _held(self) -> list[tuple[Learned | Pair, int]]:
         """Large results that a caller still has, by form and number."""
@@ -215,9 +217,10 @@ class Enabled:
         return () if model is None else model.parameters()
 
     def _let_go(self, pairs: list[Pair]) -> None:
-        """Drop graphs as soon as no caller has a result or a gradient that lies in their memory."""
+        """Drop graphs as soon as no backward of theirs is to come, and no caller has a result or a gradient that lies
+        in their memory."""
         self._ended += pairs
-        if self._ended and self._take_back() and not self._held():
+        if self._ended and not self._waits() and self._take_back() and not self._held():
             for pair in self._ended:
                 pair.drop()
             self._ended.clear()
@@ -252,28 +255,32 @@ class Enabled:
             self._say(later.why)
             return later.output
         self._remember(key, learned)
-        self._looks.append((_kind(key, call), call.shapes(), learned))
+        self._looks.add(_kind(key, call), call.shapes(), learned)
         self._lend(learned, Answer(output).tensors)
         return output
 
     def _share(self, call: Call) -> float:
-        """How many elements a call's arguments have, of those of the largest call that has graphs."""
+        """How large a call is, of the largest that has graphs; 0 where none has."""
         most = max((form.elements for form in self._forms.values() if isinstance(form, Pair)), default=0)
         return call.elements() / most if most else 0.0
 
-    def _without_a_look(self, key: Hashable, call: Call) -> Learned | None:
-        """What a longer call of the same kind showed, where memory is short: this form is recorded at once then, in the
-        graphs' own pool. Without one the graphs are dropped, to be made anew, so that the call has room."""
-        for other, shapes, learned in reversed(self._looks):
-            longer = all(
-                all(n <= most for n, most in zip(mine, theirs, strict=True))
-                for mine, theirs in zip(call.shapes(), shapes, strict=False)
-            )
-            if longer and other == _kind(key, call) and (found := learned.for_shorter(self._device)) is not None:
-                return found
-        self._set_aside()
-        self._recorder.give_back()
-        return None
+    def _first(self, key: Hashable, call: Call) -> Learned | None:
+        """Before the first call of a form, where it needs much memory beside the graphs: what other calls showed, so
+        that this one is recorded at once. Where it has to be looked at the graphs go, to be made anew."""
+        share = self._share(call)
+        if not share or not self._recorder.tells():
+            return None
+        crowded = share > room.BESIDE and self._affordable()
+        if not crowded and not self._recorder.short_of_memory(share):
+            return None
+        found = self._looks.shown(_kind(key, call), call.shapes(), self._device)
+        if found is None:
+            self._set_aside()
+            self._recorder.give_back()
+        return found
+
+    def _affordable(self) -> bool:
+        return room.affordable(self._spent, self._replays)
 
     def _set_aside(self) -> bool:
         """Drop all graphs and keep what their forms' first calls showed. Returns whether there were any."""
@@ -296,43 +303,112 @@ class Enabled:
 
     # -- with one --
 
+    def _with_graphs(
+        self,
+        model: nn.Module,
+        key: Hashable,
+        call: Call,
+        form: Learned | Pair | str | None,
+        host: offload.HostMemory | None,
+    ) -> Learned | Pair | str | None:
+        """A form with its graphs, recorded now where there are none yet; unchanged where the call has to run first."""
+        if form is None:
+            form = self._first(key, call)
+        if not isinstance(form, Learned) or not form.used:
+            return form
+        if self._share(call) > 1 and self._affordable():
+            self._set_aside()  # memory of smaller graphs comes in pieces that are too small for this one
+        record = self._record_at_once if form.at_once else self._record
+        return record(model, key, call, form, host)
+
+    def _record_at_once(
+        self, model: nn.Module, key: Hashable, call: Call, learned: Learned, host: offload.HostMemory | None
+    ) -> Pair | None:
+        """Record a form that never ran; None, where it can't be, lets it run, as all others of its kind from now on."""
+        self._recorder.take_stock()
+        form = self._record(model, key, call, learned, host)
+        if isinstance(form, str):
+            self._forms.pop(key)
+            self._looks.each(_kind(key, call))
+            return None
+        if self._recorder.holds_more():
+            self._set_apart(key, call)
+        return form
+
+    def _set_apart(self, key: Hashable, call: Call) -> None:
+        """A module keeps what it made while this form was recorded. It is computed when that is launched, which is now;
+        graphs that were recorded before would overwrite it, for its memory was free then."""
+        form = self._forms.pop(key)
+        self._set_aside()
+        self._forms[key] = form
+        self._looks.each(_kind(key, call))
+
     def _record(
         self, model: nn.Module, key: Hashable, call: Call, learned: Learned, host: offload.HostMemory | None
     ) -> Pair | str:
         """Record a form, with activations on the host where `host` is given; the words why not where it can't be."""
         before = self._everything()
-        try:
-            form: Pair | str = Pair(
-                model, call, learned, self._recorder, self._units, self._memory, self._gradients, host
-            )
-            self._captures += 1
-        except torch.OutOfMemoryError as error:
-            form = learned if self._give_up() else f"{_FAILED} ({_first_line(error)})"
-        except (RuntimeError, Refused) as error:
-            self._give_up()
-            form = str(error) if isinstance(error, Refused) else f"{_FAILED} ({_first_line(error)})"
-        except BaseException:
-            self._give_up()
-            raise
-        if form is learned:  # there is more memory for it now
+        form = self._made(model, call, learned, host)
+        if learned.at_once and not isinstance(form, Pair):
+            self._refuse_remains(form)
+            self._recorder.take_stock()
+        if isinstance(form, Learned):
             return self._record(model, key, call, learned, host)
         if isinstance(form, str):
             self._recorder.give_back()
         if self._everything() != before:
-            if isinstance(form, Pair):
-                self._let_go([form])
-            self._units.between_steps()
-            form = "its forward changes the model"
+            form = self._changed(form)
         self._remember(key, form)
         if isinstance(form, Pair):
+            self._spent += learned.at_once or learned.recorded
+            learned.recorded = True
             watcher.knows(self)
         return form
+
+    def _made(
+        self, model: nn.Module, call: Call, learned: Learned, host: offload.HostMemory | None
+    ) -> Pair | Learned | str:
+        """New graphs; the words why not; or `learned` where other graphs have gone, so that there is memory now."""
+        try:
+            pair = Pair(model, call, learned, self._recorder, self._units, self._memory, self._gradients, host)
+        except torch.OutOfMemoryError as error:
+            if self._units:
+                self._recorder.forget_stock()  # FSDP2 keeps what it was gathering, for the next step
+            return learned if self._give_up() else f"{_FAILED} ({_first_line(error)})"
+        except (RuntimeError, Refused) as error:
+            self._give_up()
+            return str(error) if isinstance(error, Refused) else f"{_FAILED} ({_first_line(error)})"
+        except BaseException:
+            self._give_up()
+            raise
+        self._captures += 1
+        return pair
+
+    def _refuse_remains(self, form: Learned | str) -> None:
+        """An error where a module keeps what it made in a recording that failed, before the form ever ran."""
+        if self._recorder.holds_more():
+            why = form if isinstance(form, str) else "no memory was left"
+            raise RuntimeError(
+                f"bitshard.graphs: a module of {type(self._model()).__name__} keeps a tensor that it made while a call "
+                f"of another length was recorded, which failed ({why}), so that it has no value. Train this model "
+                "without graphs (BITSHARD_GRAPHS=0)"
+            )
+
+    def _changed(self, form: Pair | str) -> Pair | str:
+        """The model is another one after a recording. Where the form never ran the change is what its first call does,
+        whose results are the graphs'; they go before the next call, as always where the model has changed."""
+        self._units.between_steps()
+        if isinstance(form, str) or form.learned.at_once:
+            return form
+        self._let_go([form])
+        return "its forward changes the model"
 
     def _give_up(self) -> bool:
         """After an error in the middle of a recording: the state between two steps again. Graphs go, for they may draw.
         Returns whether there were any."""
         self._recorder.recover()
         self._units.abandon()
+        self._host.forget()
         return self._set_aside()
 
     def _launch(self, pair: Pair, call: Call) -> Any:
@@ -363,7 +439,7 @@ class Enabled:
         """Drop all graphs, and what was learned."""
         self._set_aside()
         self._forms.clear()
-        self._looks.clear()
+        self._looks.forget()
 
     # -- for others --
 
@@ -374,6 +450,7 @@ class Enabled:
         finally:
             self._gradients.give_up(self._parameters())
             self._lent.clear()
+            self._outstanding = lambda: None
             self._forget()
             self._modules, self._seen = [], []
 

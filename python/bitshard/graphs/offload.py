@@ -73,11 +73,15 @@ class HostMemory:
         """Let inputs of the checkpointed layers that are called within wait here for the backward, by no other hooks
         than these. A step begins: what is in use is free again."""
         self._piece = self._used = 0
-        for begun in (self._kept, self._leaving, self._ahead):  # also what a recording that failed has left
-            begun.clear()
+        self.forget()
         with _no_hooks(), checkpoints_replaced(model, self._offloading):
             yield
         self._has_left(0)
+
+    def forget(self) -> None:
+        """Hold no tensor of a step, also of a recording that failed."""
+        for begun in (self._kept, self._leaving, self._ahead):
+            begun.clear()
 
     def _offloading(self, checkpoint: Callable) -> Callable:
         def layer(*args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,8 @@ class Learned:
         notes: the answers of mask functions.
         draws: where random numbers were drawn.
         copied: results that callers held until the next call: they get copies of these.
+        at_once: a call of another form showed all this; the form itself never ran without a graph.
+        recorded: the form has, or had, graphs.
     """
 
     def __init__(self, device: torch.device):
@@ -45,6 +47,7 @@ class Learned:
         self.notes: masks.Noted = []
         self.draws = Draws(device)
         self.copied: set[int] = set()
+        self.at_once = self.recorded = False
 
     def for_shorter(self, device: torch.device) -> Learned | None:
         """The same for a call of the same kind with shorter tensors, which is recorded at once; None where it must run
@@ -54,6 +57,7 @@ class Learned:
             return None
         found = Learned(device)
         found.used, found.notes, found.draws.regions = set(self.used), list(self.notes), list(self.draws.regions)
+        found.copied, found.at_once = set(self.copied), True
         return found
 
     def lends(self, number: int) -> bool:

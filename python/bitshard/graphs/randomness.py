@@ -21,6 +21,7 @@ from torch import nn
 from bitshard.graphs.calls import Refused
 
 _OTHER_LAYERS = "gradient checkpointing takes other layers than in the call before"
+_ON_HOST = "its forward draws random numbers on the CPU"
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers' layers; torch's CheckpointWrapper
 
 
@@ -36,13 +37,13 @@ class Draws:
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
         """Note what is drawn within; Refused where the host's generators, whose values a graph keeps, are."""
-        before = (torch.get_rng_state(), random.getstate()) if self._generator else None
+        before = _host_state() if self._generator else None
         self.regions.clear()
         self._base = self._offset()
         with checkpoints_replaced(model, self._noting):
             yield
-        if before and not (torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()):
-            raise Refused("its forward draws random numbers on the CPU")
+        if before and _drew(before):
+            raise Refused(_ON_HOST)
 
     def generators(self) -> list[torch.Generator]:
         """A new generator for each region that draws; the backward graph has to know them."""
@@ -58,7 +59,7 @@ class Draws:
             yield
             return
         left = iter(self._own)
-        with checkpoints_replaced(model, lambda checkpoint: _region(checkpoint, left, self._drawing)):
+        with _nothing_drawn(), checkpoints_replaced(model, lambda checkpoint: _region(checkpoint, left, self._drawing)):
             yield
         if next(left, self) is not self:
             raise Refused(_OTHER_LAYERS)
@@ -96,6 +97,29 @@ class Draws:
             yield
         finally:
             self._generator.graphsafe_set_state(before)
+
+
+def _host_state() -> tuple[torch.Tensor, tuple]:
+    """The states of the host's generators."""
+    return torch.get_rng_state(), random.getstate()
+
+
+def _drew(before: tuple[torch.Tensor, tuple]) -> bool:
+    """Whether they are others than before."""
+    return not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+
+
+@contextlib.contextmanager
+def _nothing_drawn() -> Iterator[None]:
+    """Refused where the host's generators are drawn from within, which give the same again to the call that follows."""
+    before = _host_state()
+    try:
+        yield
+        if _drew(before):
+            raise Refused(_ON_HOST)
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
 
 
 def _region(checkpoint: Callable, left: Iterator[Any], drawing: Callable) -> Callable:

@@ -79,6 +79,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
+        self._stock: tuple[Any, int] | None = None
         self.new_pool()
 
     def new_pool(self) -> None:
@@ -91,12 +92,35 @@ class Recorder:
         self.stream.wait_stream(torch.cuda.current_stream())
         return Graph(body, self.pool, self.stream, generators)
 
+    def tells(self) -> bool:
+        """Whether the allocator tells what it has: torch's own does."""
+        return torch.cuda.get_allocator_backend() == "native"
+
+    def take_stock(self) -> None:
+        """Before a recording: remember what of the pool somebody holds. Nothing of a graph does, but cuBLAS."""
+        self._stock = self.pool, self._held(self.pool)
+
+    def forget_stock(self) -> None:
+        """Ask no more about this recording: who holds what of it can't be told."""
+        self._stock = None
+
+    def holds_more(self) -> bool:
+        """Whether somebody kept memory of that pool since: a module a table for each length, say."""
+        if self._stock is None:
+            return False
+        pool, before = self._stock
+        return self._held(pool) > before
+
+    def _held(self, pool: Any) -> int:
+        gc.collect()
+        return sum(segment["allocated_size"] for segment in self._segments(pool))
+
     def short_of_memory(self, share: float) -> bool:
         """Whether a step without a graph might find no memory beside the graphs' pool. It takes about as much, times
         its share: how much larger it is than the largest that has graphs. Allocators but torch's own don't say."""
-        if torch.cuda.get_allocator_backend() != "native":
+        if not self.tells():
             return False
-        pool = sum(segment["total_size"] for segment in self._segments())
+        pool = sum(segment["total_size"] for segment in self._segments(self.pool))
         if not pool:
             return False
         device = torch.cuda.current_device()
@@ -110,9 +134,9 @@ class Recorder:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def _segments(self) -> list[dict[str, Any]]:
-        """The allocator's segments that belong to the pool."""
-        return [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == self.pool]
+    def _segments(self, pool: Any) -> list[dict[str, Any]]:
+        """The allocator's segments that belong to a pool."""
+        return [segment for segment in torch.cuda.memory_snapshot() if segment["segment_pool_id"] == pool]
 
     def place(self, tensor: Tensor) -> Place:
         """Where a result of a graph is."""
