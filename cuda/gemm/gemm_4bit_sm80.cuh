@@ -106,28 +106,24 @@ template <typename FORM> struct sm80_block {
         offset(reinterpret_cast<const float *>(memory + FORM::WORDS_AT)), x(shared_address(memory)),
         w(shared_address(memory)), in(shared_address(memory)) {}
 
-  __device__ __forceinline__ void load_x() {
-    x.seek(args, pieces);
-    x.load_first(args, pieces);
-  }
   __device__ __forceinline__ void load_w() {
-    w.seek(args, pieces);
     w.load_scale(args), w.load(args), w.make_scale(map, offset), w.build(args.values);
   }
   // The first stage in shared memory, of the second what is loaded a stage ahead.
   __device__ __forceinline__ void begin() {
-    load_x();
+    x.seek(args, pieces), w.seek(args, pieces);
+    x.load_first(args, pieces);
     load_w();
 #pragma unroll
     for (int k = 0; k < w.DECODE_STEPS; k++) w.decode(k);
 #pragma unroll
     for (int j = 0; j < w.WORDS; j++) w.store(j);
     w.to += FORM::W_BYTES;
+    w.pass(args, pieces, 1);
     load_w();
-    w.seek(args, pieces);
     x.complete();
     __syncthreads();
-    x.seek(args, pieces);
+    x.pass(args, pieces, 1), w.pass(args, pieces, 1);
   }
   // Loads of x and W that begin at a slot.
   __device__ __forceinline__ void load_at(int slot) {
@@ -163,8 +159,17 @@ template <typename FORM> struct sm80_block {
         schedule::behind_slot(w, x, slot, -turn);
       }
     }
-    x.seek(args, pieces);
-    w.seek(args, pieces);
+  }
+  // The stages of a piece, in runs in which nothing that is loaded seeks.
+  __device__ __forceinline__ void multiply(int left) {
+#pragma unroll 1
+    while (left > 0) {
+      const int stages = min(left, min(stages_in_row<FORM>(x.left), stages_in_row<FORM>(w.left)));
+#pragma unroll 1
+      for (int i = stages; i > 0; i--) multiply_stage();
+      left -= stages;
+      x.pass(args, pieces, stages), w.pass(args, pieces, stages);
+    }
   }
   __device__ __forceinline__ void run(uint32_t word_at) {
     begin();
@@ -175,8 +180,7 @@ template <typename FORM> struct sm80_block {
       pieces.follow(args);
       in.count_groups(piece);
       in.load(); // here, and so not held while sums are finished
-#pragma unroll 1
-      for (int left = uniform(piece.to() - piece.from()); left > 0; left--) multiply_stage();
+      multiply(uniform(piece.to() - piece.from()));
       finish_sums<FORM>(args, sum, pieces.now(), word_at);
     }
     x.complete();

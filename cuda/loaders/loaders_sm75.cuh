@@ -30,7 +30,7 @@ template <typename FORM> struct x_through_registers : x_loader<FORM> {
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int chunk, int) {
     load_16_or_zero(held[chunk], this->from, chunk * STEP < this->rows);
     this->from += args.x_step;
-    if (chunk == CHUNKS - 1) this->from += args.x_back, this->left--;
+    if (chunk == CHUNKS - 1) this->from += args.x_back;
   }
   // Behind the last, `step` bytes to the other stage.
   __device__ __forceinline__ void store(int chunk, int step) {
@@ -42,7 +42,7 @@ template <typename FORM> struct x_through_registers : x_loader<FORM> {
     for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, 0);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) store(chunk, FORM::X_BYTES);
-    this->seek(args, pieces);
+    this->pass(args, pieces, 1);
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, 0);
   }

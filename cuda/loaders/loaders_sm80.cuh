@@ -27,6 +27,11 @@ template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SH
   static constexpr bool SKIPS = GROUPED; // row groups without rows
 };
 
+// Stages that follow each other, of which only the first needs a seek: those `left`, but the gradient's last.
+template <typename FORM> __device__ __forceinline__ int stages_in_row(int left) {
+  return FORM::GRADIENT && left > 1 ? left - 1 : left;
+}
+
 // Where rows of a stage are, and their chunks.
 template <typename FORM> struct stage_rows {
   static constexpr int BYTES = FORM::DEPTH * 2, CHUNKS = FORM::DEPTH / 8;
@@ -60,6 +65,11 @@ template <typename FORM> struct x_loader {
           (args.cut.stages - 1) * FORM::DEPTH + (thread_index() & (OF_ROW - 1)) * 8 >= args.N)
         rows = 0;
   }
+  // To the stage behind the next `stages`, which were loaded.
+  __device__ __forceinline__ void pass(const bsh_gemm_sm80_args &args, sm80_pieces &pieces, int stages) {
+    left -= stages;
+    seek(args, pieces);
+  }
   // A quarter of a stage; behind the last, `step` bytes to the other stage. Of a stack rows that do not exist keep what
   // they had, which gets into no other row's sums.
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, int step) {
@@ -69,7 +79,7 @@ template <typename FORM> struct x_loader {
         cp_async_16_or_zero(to + i * STEP * 128, from, i * STEP < rows);
     if (quarter < 3) return;
     cp_async_commit();
-    from += args.x_back, left--, to += step;
+    from += args.x_back, to += step;
   }
   // Of the block's first piece.
   __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &) {
@@ -139,6 +149,11 @@ template <typename FORM> struct w_loader {
       if (pieces.last<sm80_pieces::W>().to() == args.cut.stages && row(thread_index()) >= args.N % FORM::DEPTH)
         beyond = true, at = begin;
   }
+  // As x_loader's.
+  __device__ __forceinline__ void pass(const bsh_gemm_sm80_args &args, sm80_pieces &pieces, int stages) {
+    left -= stages;
+    seek(args, pieces);
+  }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
     if constexpr (FORM::SHORT) code = __ldg(reinterpret_cast<const uint16_t *>(args.codes) + at); // of both blocks
     else code = __ldg(args.codes + (at >> args.block_shift));
@@ -157,7 +172,7 @@ template <typename FORM> struct w_loader {
       const uint2 v = __ldg(reinterpret_cast<const uint2 *>(from) + (part(thread_index()) & 1));
       word[0] = v.x, word[1] = v.y;
     }
-    at += OF_STAGE * (GRADIENT ? args.K : 1), left--;
+    at += OF_STAGE * (GRADIENT ? args.K : 1);
     const uint32_t ahead = min(at + (GRADIENT ? OF_STAGE * args.K : 6), args.last_half);
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));

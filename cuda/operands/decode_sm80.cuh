@@ -42,7 +42,7 @@ template <typename T> struct block_values {
     const int half = step >> 2; // four codes: nibbles 4 half .. 4 half + 3
     switch (step % 4) {
     case 0:
-      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | places;
       else lower >>= 16, upper >>= 16;
       break;
     case 1:
@@ -88,7 +88,7 @@ template <typename T> struct short_values {
     const int half = step >> 2;
     switch (step % 4) {
     case 0:
-      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | places;
       else lower >>= 16, upper >>= 16;
       break;
     case 1:
