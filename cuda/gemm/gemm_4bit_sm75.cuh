@@ -37,6 +37,8 @@ template <typename FORM> struct sm75_schedule {
   enum { X_SLOT = 4, SCALE_SLOT = 0, W_SLOT = 3, TABLE_SLOT = 4, FIRST_PAIR = 2, EACH = 2, STEPS = 16 };
   static_assert(w_loader<FORM>::DECODE_STEPS == STEPS && FORM::WORDS == 2, "of a thread and stage");
 
+  static constexpr __device__ int x_part_at(int slot, int j) { return j == 0 && slot >= X_SLOT ? slot - X_SLOT : -1; }
+
   static __device__ __forceinline__ void behind_pair(w_loader<FORM> &w, const float *values, int slot, int j) {
     if (slot >= TABLE_SLOT) w.values.build((slot - TABLE_SLOT) * 4 + j, values, w.scale);
     const int step = (slot * 4 + j - FIRST_PAIR) * EACH;

@@ -58,6 +58,10 @@ template <typename FORM> struct sm80_schedule {
   static constexpr int WORDS = FORM::WORDS, EACH = WORDS / 4; // of 32 steps of decoding those of 4 words are one
   enum { X_SLOT = 0, SCALE_SLOT = 3, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
 
+  // Which part of x is loaded before a pair, or -1. All lie in one slot: ptxas puts three instructions before the first
+  // copy behind an ldmatrix.
+  static constexpr __device__ int x_part_at(int slot, int j) { return slot == X_SLOT ? j : -1; }
+
   // Words are stored two slots behind their decoding or later: an ldmatrix may not pass a store.
   static constexpr __device__ int store_at(int slot) {
     return slot == 5 ? 0 : slot == 7 ? 1 : slot == 9 ? 2 : slot == 11 ? 3 : -1;
@@ -125,10 +129,9 @@ template <typename FORM> struct sm80_block {
     __syncthreads();
     x.pass(args, pieces, 1), w.pass(args, pieces, 1);
   }
-  // Loads of x and W that begin at a slot.
+  // Loads of W that begin at a slot.
   __device__ __forceinline__ void load_at(int slot) {
     using schedule = schedule_of<FORM>;
-    if (slot >= schedule::X_SLOT && slot < schedule::X_SLOT + 4) x.load(args, slot - schedule::X_SLOT, -turn);
     if (slot == schedule::SCALE_SLOT) w.load_scale(args);
     if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, offset);
   }
@@ -151,6 +154,8 @@ template <typename FORM> struct sm80_block {
         load_at(slot);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
+          const int part = schedule::x_part_at(slot, j);
+          if (part >= 0) x.load(args, part, -turn);
           in.multiply_pair(sum[i] + 2 * j, i, j);
           if (i == 3) in.load_b(j, (step + 1) % STEPS);
           schedule::behind_pair(w, args.values, slot, j);
