@@ -47,9 +47,9 @@ template <typename FORM> struct sm75_schedule {
       for (int k = 0; k < EACH; k++) w.decode(step + k);
   }
   static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_through_registers<FORM> &x, int slot,
-                                                     int step) {
-    if (slot < 4) x.store(slot, step);
-    if (slot == 2 || slot == 3) w.store(slot - 2);
+                                                     const sm80_stage<FORM> &to) {
+    if (slot < 4) x.store(slot, to);
+    if (slot == 2 || slot == 3) w.store(slot - 2, to);
   }
 };
 

@@ -14,7 +14,7 @@ namespace {
 // The operands of a k16 step: one set of registers, loaded again behind the last product that reads it.
 template <typename FORM> struct sm80_operands {
   uint32_t a[4][4], b[4][4]; // 16 rows each; 16 columns each
-  uint32_t a_at, b_at;       // of this lane in a stage
+  uint32_t a_at, b_at;       // of this lane in the first stage
   int groups;                // SKIPS: of the warp's row groups those that have rows
 
   __device__ __forceinline__ explicit sm80_operands(uint32_t base) {
@@ -29,18 +29,18 @@ template <typename FORM> struct sm80_operands {
     const int rows = piece.left - sm80_group<FORM>::first(thread_index()), apart = sm80_group<FORM>::APART;
     if (FORM::SKIPS) groups = uniform((rows + apart - 1) / apart);
   }
-  __device__ __forceinline__ void load_a(int i, int step) {
-    const uint32_t at = (a_at ^ (step << 5)) + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES;
+  __device__ __forceinline__ void load_a(int i, int step, const sm80_stage<FORM> &from) {
+    const uint32_t at = (a_at ^ (step << 5)) + from.x + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES;
     if (FORM::SKIPS) ldmatrix_x4_if(a[i], at, i, groups);
     else ldmatrix_x4(a[i], at);
   }
-  __device__ __forceinline__ void load_b(int j, int step) {
-    if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + step * 4096);
-    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 16 * stage_rows<FORM>::BYTES);
+  __device__ __forceinline__ void load_b(int j, int step, const sm80_stage<FORM> &from) {
+    if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + from.w + step * 4096);
+    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + from.w + j * 16 * stage_rows<FORM>::BYTES);
   }
-  __device__ __forceinline__ void load() {
+  __device__ __forceinline__ void load(const sm80_stage<FORM> &from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) load_b(i, 0), load_a(i, 0);
+    for (int i = 0; i < 4; i++) load_b(i, 0, from), load_a(i, 0, from);
   }
   // Two neighbouring products: row group i by 16 columns.
   __device__ __forceinline__ void multiply_pair(float (*sum)[4], int i, int j) const {
@@ -75,11 +75,12 @@ template <typename FORM> struct sm80_schedule {
 #pragma unroll
       for (int k = 0; k < EACH; k++) w.decode(step * EACH + k);
   }
-  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_loader<FORM> &, int slot, int) {
+  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_loader<FORM> &, int slot,
+                                                     const sm80_stage<FORM> &to) {
     const int part = store_at(slot);
     if (part >= 0)
 #pragma unroll
-      for (int k = 0; k < EACH; k++) w.store(part * EACH + k);
+      for (int k = 0; k < EACH; k++) w.store(part * EACH + k, to);
   }
 };
 
@@ -103,7 +104,7 @@ template <typename FORM> struct sm80_block {
   w_loader<FORM> w;
   operands_of<FORM> in;
   sm80_sums sum = {};
-  int turn = FORM::X_BYTES;
+  sm80_stage<FORM> stage; // that is multiplied
 
   __device__ __forceinline__ sm80_block(const bsh_gemm_sm80_args &args, char *memory)
       : args(args), pieces(memory + FORM::PIECES_AT), map(reinterpret_cast<const float *>(memory + FORM::MAP_AT)),
@@ -121,8 +122,7 @@ template <typename FORM> struct sm80_block {
 #pragma unroll
     for (int k = 0; k < w.DECODE_STEPS; k++) w.decode(k);
 #pragma unroll
-    for (int j = 0; j < w.WORDS; j++) w.store(j);
-    w.to += FORM::W_BYTES;
+    for (int j = 0; j < w.WORDS; j++) w.store(j, stage);
     w.pass(args, pieces, 1);
     load_w();
     x.complete();
@@ -139,8 +139,7 @@ template <typename FORM> struct sm80_block {
   __device__ __forceinline__ void turn_over() {
     x.complete();
     __syncthreads();
-    const int turn_w = turn * FORM::W_BYTES / FORM::X_BYTES;
-    in.a_at += turn, in.b_at += turn_w, w.to -= turn_w, turn = -turn;
+    stage = stage.other();
   }
   __device__ __forceinline__ void multiply_stage() {
     using schedule = schedule_of<FORM>;
@@ -155,13 +154,13 @@ template <typename FORM> struct sm80_block {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           const int part = schedule::x_part_at(slot, j);
-          if (part >= 0) x.load(args, part, -turn);
+          if (part >= 0) x.load(args, part, stage.other());
           in.multiply_pair(sum[i] + 2 * j, i, j);
-          if (i == 3) in.load_b(j, (step + 1) % STEPS);
+          if (i == 3) in.load_b(j, (step + 1) % STEPS, stage);
           schedule::behind_pair(w, args.values, slot, j);
         }
-        in.load_a(i, (step + 1) % STEPS);
-        schedule::behind_slot(w, x, slot, -turn);
+        in.load_a(i, (step + 1) % STEPS, stage);
+        schedule::behind_slot(w, x, slot, stage.other());
       }
     }
   }
@@ -184,7 +183,7 @@ template <typename FORM> struct sm80_block {
       if (!uniform(piece.work())) break;
       pieces.follow(args);
       in.count_groups(piece);
-      in.load(); // here, and so not held while sums are finished
+      in.load(stage); // here, and so not held while sums are finished
       multiply(uniform(piece.to() - piece.from()));
       finish_sums<FORM>(args, sum, pieces.now(), word_at);
     }

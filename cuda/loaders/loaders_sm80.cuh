@@ -38,6 +38,12 @@ template <typename FORM> struct stage_rows {
   static __device__ __forceinline__ int turned(int row) { return CHUNKS == 8 ? row & 7 : row >> 1 & 3; }
 };
 
+// One of the two stages: bytes from the first one of x, and of W.
+template <typename FORM> struct sm80_stage {
+  uint32_t x = 0, w = 0;
+  __device__ __forceinline__ sm80_stage other() const { return {FORM::X_BYTES - x, FORM::W_BYTES - w}; }
+};
+
 template <typename FORM> struct x_loader {
   using T = typename FORM::T;
   static constexpr int OF_ROW = stage_rows<FORM>::CHUNKS, SHIFT = OF_ROW == 8 ? 3 : 2; // chunks of a row
@@ -70,21 +76,21 @@ template <typename FORM> struct x_loader {
     left -= stages;
     seek(args, pieces);
   }
-  // A quarter of a stage; behind the last, `step` bytes to the other stage. Of a stack rows that do not exist keep what
+  // A quarter of a stage. Of a stack rows that do not exist keep what
   // they had, which gets into no other row's sums.
-  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, int step) {
+  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, const sm80_stage<FORM> &stage) {
 #pragma unroll
     for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++, from += args.x_step)
       if (!FORM::GROUPED || rows <= 0 || i * STEP < rows)
-        cp_async_16_or_zero(to + i * STEP * 128, from, i * STEP < rows);
+        cp_async_16_or_zero(to + stage.x + i * STEP * 128, from, i * STEP < rows);
     if (quarter < 3) return;
     cp_async_commit();
-    from += args.x_back, to += step;
+    from += args.x_back;
   }
   // Of the block's first piece.
   __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &) {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; quarter++) load(args, quarter, FORM::X_BYTES);
+    for (int quarter = 0; quarter < 4; quarter++) load(args, quarter, {});
   }
   // What was loaded is in shared memory.
   __device__ __forceinline__ void complete() const { cp_async_wait<0>(); }
@@ -97,7 +103,7 @@ template <typename FORM> struct w_loader {
   static constexpr int OF_STAGE = FORM::DEPTH / (BSH_UNIT / 2); // 32 weights each, of a row's depth
   using values_of = std::conditional_t<FORM::SHORT, short_values<T>, block_values<T>>;
   static constexpr int DECODE_STEPS = values_of::DECODE_STEPS * WORDS;
-  uint32_t to;                                 // where the first word goes, decoded; word j at ^ j << 4
+  uint32_t to;                                 // where the first word goes, decoded, in the first stage; word j at ^ j << 4
   int left = 0;                                // stages of the piece
   uint32_t at;                                 // the first 32 weights that this thread decodes
   bool beyond = false;                         // gradient: W has no such row
@@ -197,7 +203,9 @@ template <typename FORM> struct w_loader {
   }
   // Step k of DECODE_STEPS.
   __device__ __forceinline__ void decode(int k) { values.decode(k % 8, ready[k / 8], word[k / 8], k / 16); }
-  __device__ __forceinline__ void store(int j) { st_shared_vector(to ^ (j << 4), ready[j]); }
+  __device__ __forceinline__ void store(int j, const sm80_stage<FORM> &stage) {
+    st_shared_vector((to ^ (j << 4)) + stage.w, ready[j]);
+  }
 };
 
 } // namespace
