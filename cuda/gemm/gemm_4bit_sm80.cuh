@@ -98,8 +98,6 @@ template <typename FORM> using pieces_of = std::conditional_t<FORM::GROUPED, gro
 template <typename FORM> struct sm80_block {
   const bsh_gemm_sm80_args &args;
   pieces_of<FORM> pieces;
-  const float *const map;
-  const float *const offset;
   x_loader_of<FORM> x;
   w_loader<FORM> w;
   operands_of<FORM> in;
@@ -107,15 +105,15 @@ template <typename FORM> struct sm80_block {
   sm80_stage<FORM> stage; // that is multiplied
 
   __device__ __forceinline__ sm80_block(const bsh_gemm_sm80_args &args, char *memory)
-      : args(args), pieces(memory + FORM::PIECES_AT), map(reinterpret_cast<const float *>(memory + FORM::MAP_AT)),
-        offset(reinterpret_cast<const float *>(memory + FORM::WORDS_AT)), x(shared_address(memory)),
-        w(shared_address(memory)), in(shared_address(memory)) {}
+      : args(args), pieces(memory + FORM::PIECES_AT), x(shared_address(memory)), w(shared_address(memory)),
+        in(shared_address(memory)) {}
 
   __device__ __forceinline__ void load_w() {
-    w.load_scale(args), w.load(args), w.make_scale(map, offset), w.build(args.values);
+    w.load_scale(args), w.load(args), w.make_scale(), w.build(args.values);
   }
   // The first stage in shared memory, of the second what is loaded a stage ahead.
   __device__ __forceinline__ void begin() {
+    if (!FORM::GROUPED) w.load_offset(args, 0);
     x.seek(args, pieces), w.seek(args, pieces);
     x.load_first(args, pieces);
     load_w();
@@ -133,7 +131,7 @@ template <typename FORM> struct sm80_block {
   __device__ __forceinline__ void load_at(int slot) {
     using schedule = schedule_of<FORM>;
     if (slot == schedule::SCALE_SLOT) w.load_scale(args);
-    if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, offset);
+    if (slot == schedule::W_SLOT) w.load(args), w.make_scale();
   }
   // To the other stage: complete, and what is read here no longer needed.
   __device__ __forceinline__ void turn_over() {
@@ -202,16 +200,14 @@ template <typename FORM> __device__ __forceinline__ void clear_behind(const bsh_
 template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gemm_sm80_args &args) {
   extern __shared__ __align__(1024) char memory[];
   float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
-  float *const words = reinterpret_cast<float *>(memory + FORM::WORDS_AT);
   let_later_kernels_start();
   wait_for_earlier_kernels();
   sm80_block<FORM> block(args, memory);
   block.pieces.begin(args);
   if (FORM::GROUPED) clear_behind<FORM>(args);
   for (int i = threadIdx.x; i < 256; i += FORM::THREADS) map[i] = args.map ? args.map[i] : 1.f;
-  if (!FORM::GROUPED && threadIdx.x == 0) words[0] = args.map ? *args.offset : -0.f; // x + -0 is x
   __syncthreads();
-  block.run(shared_address(words + 1));
+  block.run(shared_address(memory + FORM::WORDS_AT));
 }
 
 } // namespace

@@ -109,7 +109,8 @@ template <typename FORM> struct w_loader {
   bool beyond = false;                         // gradient: W has no such row
   uint32_t begin = 0;                          // of a stack: the expert's first 32 weights
   uint32_t absmax_at = 0;                      // and its first place in absmax
-  float offset;                                // of its scales
+  const uint32_t map_at;                       // in shared memory
+  float offset;                                // of the scales
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
   float absmax;
   typename values_of::scales scale;
@@ -127,10 +128,13 @@ template <typename FORM> struct w_loader {
   static __device__ __forceinline__ int column_half(int t) { return GRADIENT ? t >> 3 & 1 : 0; }
   static __device__ __forceinline__ int turned(int row) { return GRADIENT ? row & 7 : stage_rows<FORM>::turned(row); }
 
-  __device__ __forceinline__ explicit w_loader(uint32_t base) {
+  __device__ __forceinline__ explicit w_loader(uint32_t base) : map_at(base + FORM::MAP_AT) {
     const int t = threadIdx.x;
     to = base + FORM::W_AT + row(t) * (GRADIENT ? 256 : stage_rows<FORM>::BYTES) + column_half(t) * 128 +
          (((part(t) * WORDS) ^ turned(row(t))) << 4);
+  }
+  __device__ __forceinline__ void load_offset(const bsh_gemm_sm80_args &args, int expert) {
+    offset = args.map ? __ldg(args.offset + expert) : -0.f; // x + -0 is x
   }
   // Before the first load of a stage. Forward, rows beyond W are the last one again, whose sums are not stored; so are
   // columns of the gradient, whose rows beyond W are zeros.
@@ -146,9 +150,9 @@ template <typename FORM> struct w_loader {
       at = (GRADIENT ? 2 : OF_STAGE) * at + half(t);
       beyond = false;
       if (FORM::GROUPED) {
-        begin = 2u * piece.expert * args.N * units, at += begin,
+        begin = 2u * piece.expert * args.N * units, at += begin;
         absmax_at = (uint32_t)piece.expert * args.expert_absmax;
-        offset = args.map ? __ldg(args.offset + piece.expert) : -0.f; // x + -0 is x
+        load_offset(args, piece.expert);
       }
     }
     if (GRADIENT && left == 1 && args.N % FORM::DEPTH)
@@ -162,7 +166,7 @@ template <typename FORM> struct w_loader {
   }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
     if constexpr (FORM::SHORT) code = __ldg(reinterpret_cast<const uint16_t *>(args.codes) + at); // of both blocks
-    else code = __ldg(args.codes + (at >> args.block_shift));
+    else code = load_byte(args.codes + (at >> args.block_shift));
     absmax = __ldg(args.absmax + absmax_at + ((at - begin) >> args.absmax_shift));
   }
   // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
@@ -183,17 +187,17 @@ template <typename FORM> struct w_loader {
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }
+  __device__ __forceinline__ float of_map(uint32_t code) const { return __uint_as_float(ld_shared_4(map_at + 4 * code)); }
   // What dequantize_4bit has.
-  __device__ __forceinline__ void make_scale(const float *map, const float *of_weight) {
-    const float add = FORM::GROUPED ? offset : *of_weight;
+  __device__ __forceinline__ void make_scale() {
     if constexpr (FORM::SHORT) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        scale.of[i] = __fadd_rn(multiply_in_order(map[code >> 8 * i & 255], absmax), add);
+        scale.of[i] = __fadd_rn(multiply_in_order(of_map(code >> 8 * i & 255), absmax), offset);
         if (GRADIENT && beyond) scale.of[i] = 0.f;
       }
     } else {
-      scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), add);
+      scale = __fadd_rn(multiply_flush_in_order(of_map(code), absmax), offset);
       if (GRADIENT && beyond) scale = 0.f;
     }
   }

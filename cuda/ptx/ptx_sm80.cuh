@@ -24,6 +24,12 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t v) {
 #endif
 }
 
+// To a whole register: what is loaded as an 8-bit type is masked again.
+__device__ __forceinline__ uint32_t load_byte(const uint8_t *from) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 // 16 bytes global to shared, or zeros.
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t to, const void *from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
