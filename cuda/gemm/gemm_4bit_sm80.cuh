@@ -108,9 +108,7 @@ template <typename FORM> struct sm80_block {
       : args(args), pieces(memory + FORM::PIECES_AT), x(shared_address(memory)), w(shared_address(memory)),
         in(shared_address(memory)) {}
 
-  __device__ __forceinline__ void load_w() {
-    w.load_scale(args), w.load(args), w.make_scale(), w.build(args.values);
-  }
+  __device__ __forceinline__ void load_w() { w.load_scale(args), w.load(args), w.make_scale(), w.build(args.values); }
   // The first stage in shared memory, of the second what is loaded a stage ahead.
   __device__ __forceinline__ void begin() {
     if (!FORM::GROUPED) w.load_offset(args, 0);

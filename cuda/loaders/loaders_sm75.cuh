@@ -28,9 +28,9 @@ template <typename FORM> struct x_through_registers : x_loader<FORM> {
   uint32_t held[CHUNKS][4];
 
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int chunk, const sm80_stage<FORM> &) {
-    load_16_or_zero(held[chunk], this->from, chunk * STEP < this->rows);
-    this->from += args.x_step;
-    if (chunk == CHUNKS - 1) this->from += args.x_back;
+    this->chunk = chunk == 0 ? this->from : this->chunk + args.x_step;
+    load_16_or_zero(held[chunk], this->chunk, chunk * STEP < this->rows);
+    if (chunk == CHUNKS - 1) this->from += 2 * FORM::DEPTH;
   }
   __device__ __forceinline__ void store(int chunk, const sm80_stage<FORM> &stage) {
     st_shared_vector(this->to + stage.x + chunk * STEP * stage_rows<FORM>::BYTES, held[chunk]);

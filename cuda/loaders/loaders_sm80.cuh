@@ -49,8 +49,8 @@ template <typename FORM> struct x_loader {
   static constexpr int OF_ROW = stage_rows<FORM>::CHUNKS, SHIFT = OF_ROW == 8 ? 3 : 2; // chunks of a row
   static constexpr int STEP = FORM::THREADS / OF_ROW, CHUNKS = FORM::ROWS / STEP;      // of a thread
   uint32_t to;
-  const char *from;
-  int left = 0, rows; // left: stages of the piece; rows: of x from the first chunk on
+  const char *from, *chunk; // the stage's first one, and one after the other
+  int left = 0, rows;       // left: stages of the piece; rows: of x from the first chunk on
 
   __device__ __forceinline__ explicit x_loader(uint32_t base) {
     const int t = threadIdx.x;
@@ -76,16 +76,17 @@ template <typename FORM> struct x_loader {
     left -= stages;
     seek(args, pieces);
   }
-  // A quarter of a stage. Of a stack rows that do not exist keep what
-  // they had, which gets into no other row's sums.
+  // A quarter of a stage. Of a stack rows that do not exist keep what they had, which gets into no other row's sums.
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, const sm80_stage<FORM> &stage) {
 #pragma unroll
-    for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++, from += args.x_step)
+    for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++) {
+      chunk = i == 0 ? from : chunk + args.x_step;
       if (!FORM::GROUPED || rows <= 0 || i * STEP < rows)
-        cp_async_16_or_zero(to + stage.x + i * STEP * 128, from, i * STEP < rows);
+        cp_async_16_or_zero(to + stage.x + i * STEP * 128, chunk, i * STEP < rows);
+    }
     if (quarter < 3) return;
     cp_async_commit();
-    from += args.x_back;
+    from += 2 * FORM::DEPTH;
   }
   // Of the block's first piece.
   __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &) {
@@ -103,14 +104,14 @@ template <typename FORM> struct w_loader {
   static constexpr int OF_STAGE = FORM::DEPTH / (BSH_UNIT / 2); // 32 weights each, of a row's depth
   using values_of = std::conditional_t<FORM::SHORT, short_values<T>, block_values<T>>;
   static constexpr int DECODE_STEPS = values_of::DECODE_STEPS * WORDS;
-  uint32_t to;                                 // where the first word goes, decoded, in the first stage; word j at ^ j << 4
-  int left = 0;                                // stages of the piece
-  uint32_t at;                                 // the first 32 weights that this thread decodes
-  bool beyond = false;                         // gradient: W has no such row
-  uint32_t begin = 0;                          // of a stack: the expert's first 32 weights
-  uint32_t absmax_at = 0;                      // and its first place in absmax
-  const uint32_t map_at;                       // in shared memory
-  float offset;                                // of the scales
+  uint32_t to;            // where the first word goes, decoded, in the first stage; word j at ^ j << 4
+  int left = 0;           // stages of the piece
+  uint32_t at;            // the first 32 weights that this thread decodes
+  bool beyond = false;    // gradient: W has no such row
+  uint32_t begin = 0;     // of a stack: the expert's first 32 weights
+  uint32_t absmax_at = 0; // and its first place in absmax
+  const uint32_t map_at;  // in shared memory
+  float offset;           // of the scales
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
   float absmax;
   typename values_of::scales scale;
@@ -187,7 +188,9 @@ template <typename FORM> struct w_loader {
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }
-  __device__ __forceinline__ float of_map(uint32_t code) const { return __uint_as_float(ld_shared_4(map_at + 4 * code)); }
+  __device__ __forceinline__ float of_map(uint32_t code) const {
+    return __uint_as_float(ld_shared_4(map_at + 4 * code));
+  }
   // What dequantize_4bit has.
   __device__ __forceinline__ void make_scale() {
     if constexpr (FORM::SHORT) {

@@ -66,8 +66,7 @@ typedef struct {
   float *partial;
   uint32_t *flags; /* 0 at the start: of each block; splits: of each tile */
   int64_t ldx, ldy;
-  int64_t x_step, x_back; /* bytes from a thread's row of x to its next one, and from behind its last one to the first
-                             one's next stage */
+  int64_t x_step; /* bytes from a thread's row of x to its next one */
   int32_t M, N, K;
   int32_t block_shift, absmax_shift; /* from 32 weights to their block, and to their place in absmax */
   uint32_t last_half;                /* the last 32 weights of W */
