@@ -27,8 +27,7 @@ template <typename FORM> struct sm75_operands : sm80_operands<FORM> {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int k = 0; k < 2; k++)
-        mma_m16n8k8_if(sum[k], this->a[i] + 2 * half, this->b[j][2 * k + half], i, this->groups);
+      for (int k = 0; k < 2; k++) mma_m16n8k8(sum[k], this->a[i] + 2 * half, this->b[j][2 * k + half]);
   }
 };
 

@@ -24,15 +24,14 @@ template <typename FORM> struct sm80_operands {
                           : w + (wn * 64 + (lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
   }
   __device__ __forceinline__ sm80_operands(uint32_t a_at, uint32_t b_at) : a_at(a_at), b_at(b_at) {}
-  // Of row groups without rows nothing is loaded or multiplied.
   __device__ __forceinline__ void count_groups(const sm80_piece &piece) {
     const int rows = piece.left - sm80_group<FORM>::first(thread_index()), apart = sm80_group<FORM>::APART;
     if (FORM::SKIPS) groups = uniform((rows + apart - 1) / apart);
   }
+  // Of row groups without rows nothing is loaded or multiplied.
+  __device__ __forceinline__ bool has(int i) const { return !FORM::SKIPS || i < groups; }
   __device__ __forceinline__ void load_a(int i, int step, const sm80_stage<FORM> &from) {
-    const uint32_t at = (a_at ^ (step << 5)) + from.x + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES;
-    if (FORM::SKIPS) ldmatrix_x4_if(a[i], at, i, groups);
-    else ldmatrix_x4(a[i], at);
+    ldmatrix_x4(a[i], (a_at ^ (step << 5)) + from.x + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES);
   }
   __device__ __forceinline__ void load_b(int j, int step, const sm80_stage<FORM> &from) {
     if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + from.w + step * 4096);
@@ -40,16 +39,16 @@ template <typename FORM> struct sm80_operands {
   }
   __device__ __forceinline__ void load(const sm80_stage<FORM> &from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) load_b(i, 0, from), load_a(i, 0, from);
+    for (int i = 0; i < 4; i++) {
+      load_b(i, 0, from);
+      if (has(i)) load_a(i, 0, from);
+    }
   }
   // Two neighbouring products: row group i by 16 columns.
   __device__ __forceinline__ void multiply_pair(float (*sum)[4], int i, int j) const {
     using in_order = in_order<typename FORM::T>;
 #pragma unroll
-    for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) {
-      if (FORM::SKIPS) in_order::mma_if(sum[k & 1], a[i], b[j] + 2 * (k & 1), i, groups);
-      else in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
-    }
+    for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
   }
 };
 
@@ -96,6 +95,7 @@ template <typename FORM> using schedule_of = typename parts_of<FORM>::schedule;
 template <typename FORM> using pieces_of = std::conditional_t<FORM::GROUPED, grouped_pieces<FORM>, dense_pieces>;
 
 template <typename FORM> struct sm80_block {
+  static constexpr int STEPS = FORM::DEPTH / 16; // of a stage
   const bsh_gemm_sm80_args &args;
   pieces_of<FORM> pieces;
   x_loader_of<FORM> x;
@@ -137,26 +137,30 @@ template <typename FORM> struct sm80_block {
     __syncthreads();
     stage = stage.other();
   }
-  __device__ __forceinline__ void multiply_stage() {
+  // The products of row group i, if it HAS rows, with what lies between them.
+  template <bool HAS> __device__ __forceinline__ void multiply_group(int step, int i) {
     using schedule = schedule_of<FORM>;
-    constexpr int STEPS = FORM::DEPTH / 16;
+    const int slot = step * 4 + i, next = (step + 1) % STEPS;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int part = schedule::x_part_at(slot, j);
+      if (part >= 0) x.load(args, part, stage.other());
+      if (HAS) in.multiply_pair(sum[i] + 2 * j, i, j);
+      if (i == 3) in.load_b(j, next, stage);
+      schedule::behind_pair(w, args.values, slot, j);
+    }
+    if (HAS) in.load_a(i, next, stage);
+  }
+  __device__ __forceinline__ void multiply_stage() {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       if (step == STEPS - 1) turn_over();
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int slot = step * 4 + i;
-        load_at(slot);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int part = schedule::x_part_at(slot, j);
-          if (part >= 0) x.load(args, part, stage.other());
-          in.multiply_pair(sum[i] + 2 * j, i, j);
-          if (i == 3) in.load_b(j, (step + 1) % STEPS, stage);
-          schedule::behind_pair(w, args.values, slot, j);
-        }
-        in.load_a(i, (step + 1) % STEPS, stage);
-        schedule::behind_slot(w, x, slot, stage.other());
+        load_at(step * 4 + i);
+        if (in.has(i)) multiply_group<true>(step, i);
+        else multiply_group<false>(step, i);
+        schedule_of<FORM>::behind_slot(w, x, step * 4 + i, stage.other());
       }
     }
   }
