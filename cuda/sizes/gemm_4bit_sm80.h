@@ -26,8 +26,7 @@ BSH_SIZE int32_t bsh_gemm_sm80_threads(int32_t rows) { return rows; }
 BSH_SIZE int32_t bsh_gemm_sm80_x_step(int32_t rows) { return bsh_gemm_sm80_threads(rows) / 8; }
 BSH_SIZE int32_t bsh_gemm_sm80_x_bytes(int32_t rows) { return rows * BSH_UNIT * 2; }
 
-/* Shared memory: [x stages][W stages][map of the scales][pieces][a word for all threads], and of
- * a stack the window. */
+/* Shared memory: [x stages][W stages][map of the scales][pieces][a word for all threads], and of a stack the window. */
 BSH_SIZE int32_t bsh_gemm_sm80_w_at(int32_t rows) { return BSH_GEMM_SM80_STAGES * bsh_gemm_sm80_x_bytes(rows); }
 BSH_SIZE int32_t bsh_gemm_sm80_map_at(int32_t rows) {
   return bsh_gemm_sm80_w_at(rows) + BSH_GEMM_SM80_STAGES * BSH_GEMM_SM80_W_BYTES;
