@@ -231,7 +231,7 @@ class Args(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("packed", "codes", "map", "absmax", "offset", "x", "bias", "y")]
     _fields_ += [("partial", ctypes.c_void_p), ("flags", ctypes.c_void_p)]
-    _fields_ += [(name, ctypes.c_int64) for name in ("ldx", "ldy", "x_step", "x_back")]
+    _fields_ += [(name, ctypes.c_int64) for name in ("ldx", "ldy", "x_step")]
     _fields_ += [(name, ctypes.c_int32) for name in ("M", "N", "K", "block_shift", "absmax_shift")]
     _fields_ += [("last_half", ctypes.c_uint32), ("store_eights", ctypes.c_int32)]
     _fields_ += [("offs", ctypes.c_void_p), ("experts", ctypes.c_int32), ("expert_absmax", ctypes.c_int32)]
@@ -280,7 +280,7 @@ class Slow:
         step = cut["rows"] // 8 * x.stride(0) * 2
         code, values, absmax, offset = case.scales
         places = [one.data_ptr() for one in (case.codes[i], code, values, absmax, offset, x)]
-        sizes = (x.stride(0), y.stride(0), step, 128 - 8 * step, x.shape[0], case.N, case.K)
+        sizes = (x.stride(0), y.stride(0), step, x.shape[0], case.N, case.K)
         args = Args(*places, None, y.data_ptr(), self.partial.data_ptr(), self.flags.data_ptr(), *sizes, 1, 9)
         args.last_half, args.store_eights = case.N * case.K // 32 - 1, 1
         args.values[:] = get_4bit_type("nf4", "cpu").tolist()

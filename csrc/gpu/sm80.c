@@ -35,10 +35,10 @@ static void set_stack(const bsh_product_args *const args, bsh_gemm_sm80_args *co
   of_kernel->expert_absmax = (int32_t)(nested ? bsh_expert_scales2(stack->n, args->E, stack->blocksize) : blocks);
 }
 
-/* step: rows between those of which a thread loads x; depth: of a stage. */
+/* step: rows between those of which a thread loads x. */
 static bsh_status launch(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
-                         const bsh_cuda_context *const context, const int64_t step, const int64_t depth) {
-  const int64_t size = dtype_size(args->dtype), rows = slice->sm80.rows;
+                         const bsh_cuda_context *const context, const int64_t step) {
+  const int64_t size = dtype_size(args->dtype);
   bsh_gemm_sm80_args of_kernel = {
       .x = args->x,
       .bias = args->bias,
@@ -46,7 +46,6 @@ static bsh_status launch(const bsh_product_args *const args, const bsh_plan_slic
       .ldx = args->ldx,
       .ldy = args->ldy,
       .x_step = step * args->ldx * size,
-      .x_back = (depth - rows * args->ldx) * size,
       .M = (int32_t)args->M,
       .N = (int32_t)args->N,
       .K = (int32_t)args->K,
@@ -66,10 +65,10 @@ static bsh_status launch(const bsh_product_args *const args, const bsh_plan_slic
 
 bsh_status bsh_launch_sm80(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
                            const bsh_cuda_context *const context) {
-  return launch(args, slice, memory, context, bsh_gemm_sm80_x_step(slice->sm80.rows), BSH_UNIT);
+  return launch(args, slice, memory, context, bsh_gemm_sm80_x_step(slice->sm80.rows));
 }
 
 bsh_status bsh_launch_sm75(const bsh_product_args *const args, const bsh_plan_slice *const slice, char *const memory,
                            const bsh_cuda_context *const context) {
-  return launch(args, slice, memory, context, BSH_GEMM_SM75_X_STEP, BSH_GEMM_SM75_DEPTH);
+  return launch(args, slice, memory, context, BSH_GEMM_SM75_X_STEP);
 }

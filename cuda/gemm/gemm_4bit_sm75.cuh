@@ -27,8 +27,7 @@ template <typename FORM> struct sm75_operands : sm80_operands<FORM> {
 #pragma unroll
     for (int half = 0; half < 2; half++)
 #pragma unroll
-      for (int k = 0; k < 2; k++)
-        mma_m16n8k8_if(sum[k], this->a[i] + 2 * half, this->b[j][2 * k + half], i, this->groups);
+      for (int k = 0; k < 2; k++) mma_m16n8k8(sum[k], this->a[i] + 2 * half, this->b[j][2 * k + half]);
   }
 };
 
@@ -36,6 +35,8 @@ template <typename FORM> struct sm75_operands : sm80_operands<FORM> {
 template <typename FORM> struct sm75_schedule {
   enum { X_SLOT = 4, SCALE_SLOT = 0, W_SLOT = 3, TABLE_SLOT = 4, FIRST_PAIR = 2, EACH = 2, STEPS = 16 };
   static_assert(w_loader<FORM>::DECODE_STEPS == STEPS && FORM::WORDS == 2, "of a thread and stage");
+
+  static constexpr __device__ int x_part_at(int slot, int j) { return j == 0 && slot >= X_SLOT ? slot - X_SLOT : -1; }
 
   static __device__ __forceinline__ void behind_pair(w_loader<FORM> &w, const float *values, int slot, int j) {
     if (slot >= TABLE_SLOT) w.values.build((slot - TABLE_SLOT) * 4 + j, values, w.scale);
@@ -45,9 +46,9 @@ template <typename FORM> struct sm75_schedule {
       for (int k = 0; k < EACH; k++) w.decode(step + k);
   }
   static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_through_registers<FORM> &x, int slot,
-                                                     int step) {
-    if (slot < 4) x.store(slot, step);
-    if (slot == 2 || slot == 3) w.store(slot - 2);
+                                                     const sm80_stage<FORM> &to) {
+    if (slot < 4) x.store(slot, to);
+    if (slot == 2 || slot == 3) w.store(slot - 2, to);
   }
 };
 

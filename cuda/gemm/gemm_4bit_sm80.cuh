@@ -14,7 +14,7 @@ namespace {
 // The operands of a k16 step: one set of registers, loaded again behind the last product that reads it.
 template <typename FORM> struct sm80_operands {
   uint32_t a[4][4], b[4][4]; // 16 rows each; 16 columns each
-  uint32_t a_at, b_at;       // of this lane in a stage
+  uint32_t a_at, b_at;       // of this lane in the first stage
   int groups;                // SKIPS: of the warp's row groups those that have rows
 
   __device__ __forceinline__ explicit sm80_operands(uint32_t base) {
@@ -24,32 +24,31 @@ template <typename FORM> struct sm80_operands {
                           : w + (wn * 64 + (lane & 7) + (lane >> 4) * 8) * 128 + (((lane >> 3 & 1) ^ (lane & 7)) << 4);
   }
   __device__ __forceinline__ sm80_operands(uint32_t a_at, uint32_t b_at) : a_at(a_at), b_at(b_at) {}
-  // Of row groups without rows nothing is loaded or multiplied.
   __device__ __forceinline__ void count_groups(const sm80_piece &piece) {
     const int rows = piece.left - sm80_group<FORM>::first(thread_index()), apart = sm80_group<FORM>::APART;
     if (FORM::SKIPS) groups = uniform((rows + apart - 1) / apart);
   }
-  __device__ __forceinline__ void load_a(int i, int step) {
-    const uint32_t at = (a_at ^ (step << 5)) + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES;
-    if (FORM::SKIPS) ldmatrix_x4_if(a[i], at, i, groups);
-    else ldmatrix_x4(a[i], at);
+  // Of row groups without rows nothing is loaded or multiplied.
+  __device__ __forceinline__ bool has(int i) const { return !FORM::SKIPS || i < groups; }
+  __device__ __forceinline__ void load_a(int i, int step, const sm80_stage<FORM> &from) {
+    ldmatrix_x4(a[i], (a_at ^ (step << 5)) + from.x + i * sm80_group<FORM>::APART * stage_rows<FORM>::BYTES);
   }
-  __device__ __forceinline__ void load_b(int j, int step) {
-    if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + step * 4096);
-    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + j * 16 * stage_rows<FORM>::BYTES);
+  __device__ __forceinline__ void load_b(int j, int step, const sm80_stage<FORM> &from) {
+    if (FORM::GRADIENT) ldmatrix_x4_trans(b[j], (b_at ^ (j << 5)) + from.w + step * 4096);
+    else ldmatrix_x4(b[j], (b_at ^ (step << 5)) + from.w + j * 16 * stage_rows<FORM>::BYTES);
   }
-  __device__ __forceinline__ void load() {
+  __device__ __forceinline__ void load(const sm80_stage<FORM> &from) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) load_b(i, 0), load_a(i, 0);
+    for (int i = 0; i < 4; i++) {
+      load_b(i, 0, from);
+      if (has(i)) load_a(i, 0, from);
+    }
   }
   // Two neighbouring products: row group i by 16 columns.
   __device__ __forceinline__ void multiply_pair(float (*sum)[4], int i, int j) const {
     using in_order = in_order<typename FORM::T>;
 #pragma unroll
-    for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) {
-      if (FORM::SKIPS) in_order::mma_if(sum[k & 1], a[i], b[j] + 2 * (k & 1), i, groups);
-      else in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
-    }
+    for (int k = 0; k < 2 * BSH_SM80_PRODUCTS; k++) in_order::mma(sum[k & 1], a[i], b[j] + 2 * (k & 1));
   }
 };
 
@@ -57,6 +56,10 @@ template <typename FORM> struct sm80_operands {
 template <typename FORM> struct sm80_schedule {
   static constexpr int WORDS = FORM::WORDS, EACH = WORDS / 4; // of 32 steps of decoding those of 4 words are one
   enum { X_SLOT = 0, SCALE_SLOT = 3, W_SLOT = 11, TABLE_SLOT = 12, SLOTS = 16, STEPS = 32 };
+
+  // Which part of x is loaded before a pair, or -1. All lie in one slot: ptxas puts three instructions before the first
+  // copy behind an ldmatrix.
+  static constexpr __device__ int x_part_at(int slot, int j) { return slot == X_SLOT ? j : -1; }
 
   // Words are stored two slots behind their decoding or later: an ldmatrix may not pass a store.
   static constexpr __device__ int store_at(int slot) {
@@ -71,11 +74,12 @@ template <typename FORM> struct sm80_schedule {
 #pragma unroll
       for (int k = 0; k < EACH; k++) w.decode(step * EACH + k);
   }
-  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_loader<FORM> &, int slot, int) {
+  static __device__ __forceinline__ void behind_slot(w_loader<FORM> &w, x_loader<FORM> &, int slot,
+                                                     const sm80_stage<FORM> &to) {
     const int part = store_at(slot);
     if (part >= 0)
 #pragma unroll
-      for (int k = 0; k < EACH; k++) w.store(part * EACH + k);
+      for (int k = 0; k < EACH; k++) w.store(part * EACH + k, to);
   }
 };
 
@@ -91,80 +95,85 @@ template <typename FORM> using schedule_of = typename parts_of<FORM>::schedule;
 template <typename FORM> using pieces_of = std::conditional_t<FORM::GROUPED, grouped_pieces<FORM>, dense_pieces>;
 
 template <typename FORM> struct sm80_block {
+  static constexpr int STEPS = FORM::DEPTH / 16; // of a stage
   const bsh_gemm_sm80_args &args;
   pieces_of<FORM> pieces;
-  const float *const map;
-  const float *const offset;
   x_loader_of<FORM> x;
   w_loader<FORM> w;
   operands_of<FORM> in;
   sm80_sums sum = {};
-  int turn = FORM::X_BYTES;
+  sm80_stage<FORM> stage; // that is multiplied
 
   __device__ __forceinline__ sm80_block(const bsh_gemm_sm80_args &args, char *memory)
-      : args(args), pieces(memory + FORM::PIECES_AT), map(reinterpret_cast<const float *>(memory + FORM::MAP_AT)),
-        offset(reinterpret_cast<const float *>(memory + FORM::WORDS_AT)), x(shared_address(memory)),
-        w(shared_address(memory)), in(shared_address(memory)) {}
+      : args(args), pieces(memory + FORM::PIECES_AT), x(shared_address(memory)), w(shared_address(memory)),
+        in(shared_address(memory)) {}
 
-  __device__ __forceinline__ void load_x() {
-    x.seek(args, pieces);
-    x.load_first(args, pieces);
-  }
-  __device__ __forceinline__ void load_w() {
-    w.seek(args, pieces);
-    w.load_scale(args), w.load(args), w.make_scale(map, offset), w.build(args.values);
-  }
+  __device__ __forceinline__ void load_w() { w.load_scale(args), w.load(args), w.make_scale(), w.build(args.values); }
   // The first stage in shared memory, of the second what is loaded a stage ahead.
   __device__ __forceinline__ void begin() {
-    load_x();
+    if (!FORM::GROUPED) w.load_offset(args, 0);
+    x.seek(args, pieces), w.seek(args, pieces);
+    x.load_first(args, pieces);
     load_w();
 #pragma unroll
     for (int k = 0; k < w.DECODE_STEPS; k++) w.decode(k);
 #pragma unroll
-    for (int j = 0; j < w.WORDS; j++) w.store(j);
-    w.to += FORM::W_BYTES;
+    for (int j = 0; j < w.WORDS; j++) w.store(j, stage);
+    w.pass(args, pieces, 1);
     load_w();
-    w.seek(args, pieces);
     x.complete();
     __syncthreads();
-    x.seek(args, pieces);
+    x.pass(args, pieces, 1), w.pass(args, pieces, 1);
   }
-  // Loads of x and W that begin at a slot.
+  // Loads of W that begin at a slot.
   __device__ __forceinline__ void load_at(int slot) {
     using schedule = schedule_of<FORM>;
-    if (slot >= schedule::X_SLOT && slot < schedule::X_SLOT + 4) x.load(args, slot - schedule::X_SLOT, -turn);
     if (slot == schedule::SCALE_SLOT) w.load_scale(args);
-    if (slot == schedule::W_SLOT) w.load(args), w.make_scale(map, offset);
+    if (slot == schedule::W_SLOT) w.load(args), w.make_scale();
   }
   // To the other stage: complete, and what is read here no longer needed.
   __device__ __forceinline__ void turn_over() {
     x.complete();
     __syncthreads();
-    const int turn_w = turn * FORM::W_BYTES / FORM::X_BYTES;
-    in.a_at += turn, in.b_at += turn_w, w.to -= turn_w, turn = -turn;
+    stage = stage.other();
+  }
+  // The products of row group i, if it HAS rows, with what lies between them.
+  template <bool HAS> __device__ __forceinline__ void multiply_group(int step, int i) {
+    using schedule = schedule_of<FORM>;
+    const int slot = step * 4 + i, next = (step + 1) % STEPS;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int part = schedule::x_part_at(slot, j);
+      if (part >= 0) x.load(args, part, stage.other());
+      if (HAS) in.multiply_pair(sum[i] + 2 * j, i, j);
+      if (i == 3) in.load_b(j, next, stage);
+      schedule::behind_pair(w, args.values, slot, j);
+    }
+    if (HAS) in.load_a(i, next, stage);
   }
   __device__ __forceinline__ void multiply_stage() {
-    using schedule = schedule_of<FORM>;
-    constexpr int STEPS = FORM::DEPTH / 16;
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       if (step == STEPS - 1) turn_over();
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int slot = step * 4 + i;
-        load_at(slot);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          in.multiply_pair(sum[i] + 2 * j, i, j);
-          if (i == 3) in.load_b(j, (step + 1) % STEPS);
-          schedule::behind_pair(w, args.values, slot, j);
-        }
-        in.load_a(i, (step + 1) % STEPS);
-        schedule::behind_slot(w, x, slot, -turn);
+        load_at(step * 4 + i);
+        if (in.has(i)) multiply_group<true>(step, i);
+        else multiply_group<false>(step, i);
+        schedule_of<FORM>::behind_slot(w, x, step * 4 + i, stage.other());
       }
     }
-    x.seek(args, pieces);
-    w.seek(args, pieces);
+  }
+  // The stages of a piece, in runs in which nothing that is loaded seeks.
+  __device__ __forceinline__ void multiply(int left) {
+#pragma unroll 1
+    while (left > 0) {
+      const int stages = min(left, min(stages_in_row<FORM>(x.left), stages_in_row<FORM>(w.left)));
+#pragma unroll 1
+      for (int i = stages; i > 0; i--) multiply_stage();
+      left -= stages;
+      x.pass(args, pieces, stages), w.pass(args, pieces, stages);
+    }
   }
   __device__ __forceinline__ void run(uint32_t word_at) {
     begin();
@@ -174,9 +183,8 @@ template <typename FORM> struct sm80_block {
       if (!uniform(piece.work())) break;
       pieces.follow(args);
       in.count_groups(piece);
-      in.load(); // here, and so not held while sums are finished
-#pragma unroll 1
-      for (int left = uniform(piece.to() - piece.from()); left > 0; left--) multiply_stage();
+      in.load(stage); // here, and so not held while sums are finished
+      multiply(uniform(piece.to() - piece.from()));
       finish_sums<FORM>(args, sum, pieces.now(), word_at);
     }
     x.complete();
@@ -194,16 +202,14 @@ template <typename FORM> __device__ __forceinline__ void clear_behind(const bsh_
 template <typename FORM> __device__ __forceinline__ void gemm_sm80(const bsh_gemm_sm80_args &args) {
   extern __shared__ __align__(1024) char memory[];
   float *const map = reinterpret_cast<float *>(memory + FORM::MAP_AT);
-  float *const words = reinterpret_cast<float *>(memory + FORM::WORDS_AT);
   let_later_kernels_start();
   wait_for_earlier_kernels();
   sm80_block<FORM> block(args, memory);
   block.pieces.begin(args);
   if (FORM::GROUPED) clear_behind<FORM>(args);
   for (int i = threadIdx.x; i < 256; i += FORM::THREADS) map[i] = args.map ? args.map[i] : 1.f;
-  if (!FORM::GROUPED && threadIdx.x == 0) words[0] = args.map ? *args.offset : -0.f; // x + -0 is x
   __syncthreads();
-  block.run(shared_address(words + 1));
+  block.run(shared_address(memory + FORM::WORDS_AT));
 }
 
 } // namespace

@@ -27,24 +27,22 @@ template <typename FORM> struct x_through_registers : x_loader<FORM> {
   static_assert(CHUNKS == 4 && STEP == BSH_GEMM_SM75_X_STEP, "one chunk a slot");
   uint32_t held[CHUNKS][4];
 
-  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int chunk, int) {
-    load_16_or_zero(held[chunk], this->from, chunk * STEP < this->rows);
-    this->from += args.x_step;
-    if (chunk == CHUNKS - 1) this->from += args.x_back, this->left--;
+  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int chunk, const sm80_stage<FORM> &) {
+    this->chunk = chunk == 0 ? this->from : this->chunk + args.x_step;
+    load_16_or_zero(held[chunk], this->chunk, chunk * STEP < this->rows);
+    if (chunk == CHUNKS - 1) this->from += 2 * FORM::DEPTH;
   }
-  // Behind the last, `step` bytes to the other stage.
-  __device__ __forceinline__ void store(int chunk, int step) {
-    st_shared_vector(this->to + chunk * STEP * stage_rows<FORM>::BYTES, held[chunk]);
-    if (chunk == CHUNKS - 1) this->to += step;
+  __device__ __forceinline__ void store(int chunk, const sm80_stage<FORM> &stage) {
+    st_shared_vector(this->to + stage.x + chunk * STEP * stage_rows<FORM>::BYTES, held[chunk]);
   }
   __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &pieces) {
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, 0);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, {});
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) store(chunk, FORM::X_BYTES);
-    this->seek(args, pieces);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) store(chunk, {});
+    this->pass(args, pieces, 1);
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, 0);
+    for (int chunk = 0; chunk < CHUNKS; chunk++) load(args, chunk, {});
   }
   __device__ __forceinline__ void complete() const {}
 };

@@ -27,10 +27,21 @@ template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SH
   static constexpr bool SKIPS = GROUPED; // row groups without rows
 };
 
+// Stages that follow each other, of which only the first needs a seek: those `left`, but the gradient's last.
+template <typename FORM> __device__ __forceinline__ int stages_in_row(int left) {
+  return FORM::GRADIENT && left > 1 ? left - 1 : left;
+}
+
 // Where rows of a stage are, and their chunks.
 template <typename FORM> struct stage_rows {
   static constexpr int BYTES = FORM::DEPTH * 2, CHUNKS = FORM::DEPTH / 8;
   static __device__ __forceinline__ int turned(int row) { return CHUNKS == 8 ? row & 7 : row >> 1 & 3; }
+};
+
+// One of the two stages: bytes from the first one of x, and of W.
+template <typename FORM> struct sm80_stage {
+  uint32_t x = 0, w = 0;
+  __device__ __forceinline__ sm80_stage other() const { return {FORM::X_BYTES - x, FORM::W_BYTES - w}; }
 };
 
 template <typename FORM> struct x_loader {
@@ -38,8 +49,8 @@ template <typename FORM> struct x_loader {
   static constexpr int OF_ROW = stage_rows<FORM>::CHUNKS, SHIFT = OF_ROW == 8 ? 3 : 2; // chunks of a row
   static constexpr int STEP = FORM::THREADS / OF_ROW, CHUNKS = FORM::ROWS / STEP;      // of a thread
   uint32_t to;
-  const char *from;
-  int left = 0, rows; // left: stages of the piece; rows: of x from the first chunk on
+  const char *from, *chunk; // the stage's first one, and one after the other
+  int left = 0, rows;       // left: stages of the piece; rows: of x from the first chunk on
 
   __device__ __forceinline__ explicit x_loader(uint32_t base) {
     const int t = threadIdx.x;
@@ -60,21 +71,27 @@ template <typename FORM> struct x_loader {
           (args.cut.stages - 1) * FORM::DEPTH + (thread_index() & (OF_ROW - 1)) * 8 >= args.N)
         rows = 0;
   }
-  // A quarter of a stage; behind the last, `step` bytes to the other stage. Of a stack rows that do not exist keep what
-  // they had, which gets into no other row's sums.
-  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, int step) {
+  // To the stage behind the next `stages`, which were loaded.
+  __device__ __forceinline__ void pass(const bsh_gemm_sm80_args &args, sm80_pieces &pieces, int stages) {
+    left -= stages;
+    seek(args, pieces);
+  }
+  // A quarter of a stage. Of a stack rows that do not exist keep what they had, which gets into no other row's sums.
+  __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args, int quarter, const sm80_stage<FORM> &stage) {
 #pragma unroll
-    for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++, from += args.x_step)
+    for (int i = quarter * CHUNKS / 4; i < (quarter + 1) * CHUNKS / 4; i++) {
+      chunk = i == 0 ? from : chunk + args.x_step;
       if (!FORM::GROUPED || rows <= 0 || i * STEP < rows)
-        cp_async_16_or_zero(to + i * STEP * 128, from, i * STEP < rows);
+        cp_async_16_or_zero(to + stage.x + i * STEP * 128, chunk, i * STEP < rows);
+    }
     if (quarter < 3) return;
     cp_async_commit();
-    from += args.x_back, left--, to += step;
+    from += 2 * FORM::DEPTH;
   }
   // Of the block's first piece.
   __device__ __forceinline__ void load_first(const bsh_gemm_sm80_args &args, sm80_pieces &) {
 #pragma unroll
-    for (int quarter = 0; quarter < 4; quarter++) load(args, quarter, FORM::X_BYTES);
+    for (int quarter = 0; quarter < 4; quarter++) load(args, quarter, {});
   }
   // What was loaded is in shared memory.
   __device__ __forceinline__ void complete() const { cp_async_wait<0>(); }
@@ -87,13 +104,14 @@ template <typename FORM> struct w_loader {
   static constexpr int OF_STAGE = FORM::DEPTH / (BSH_UNIT / 2); // 32 weights each, of a row's depth
   using values_of = std::conditional_t<FORM::SHORT, short_values<T>, block_values<T>>;
   static constexpr int DECODE_STEPS = values_of::DECODE_STEPS * WORDS;
-  uint32_t to;                                 // where the first word goes, decoded; word j at ^ j << 4
-  int left = 0;                                // stages of the piece
-  uint32_t at;                                 // the first 32 weights that this thread decodes
-  bool beyond = false;                         // gradient: W has no such row
-  uint32_t begin = 0;                          // of a stack: the expert's first 32 weights
-  uint32_t absmax_at = 0;                      // and its first place in absmax
-  float offset;                                // of its scales
+  uint32_t to;            // where the first word goes, decoded, in the first stage; word j at ^ j << 4
+  int left = 0;           // stages of the piece
+  uint32_t at;            // the first 32 weights that this thread decodes
+  bool beyond = false;    // gradient: W has no such row
+  uint32_t begin = 0;     // of a stack: the expert's first 32 weights
+  uint32_t absmax_at = 0; // and its first place in absmax
+  const uint32_t map_at;  // in shared memory
+  float offset;           // of the scales
   uint32_t word[WORDS], ready[WORDS][4], code; // ready: decoded, not yet stored
   float absmax;
   typename values_of::scales scale;
@@ -111,10 +129,13 @@ template <typename FORM> struct w_loader {
   static __device__ __forceinline__ int column_half(int t) { return GRADIENT ? t >> 3 & 1 : 0; }
   static __device__ __forceinline__ int turned(int row) { return GRADIENT ? row & 7 : stage_rows<FORM>::turned(row); }
 
-  __device__ __forceinline__ explicit w_loader(uint32_t base) {
+  __device__ __forceinline__ explicit w_loader(uint32_t base) : map_at(base + FORM::MAP_AT) {
     const int t = threadIdx.x;
     to = base + FORM::W_AT + row(t) * (GRADIENT ? 256 : stage_rows<FORM>::BYTES) + column_half(t) * 128 +
          (((part(t) * WORDS) ^ turned(row(t))) << 4);
+  }
+  __device__ __forceinline__ void load_offset(const bsh_gemm_sm80_args &args, int expert) {
+    offset = args.map ? __ldg(args.offset + expert) : -0.f; // x + -0 is x
   }
   // Before the first load of a stage. Forward, rows beyond W are the last one again, whose sums are not stored; so are
   // columns of the gradient, whose rows beyond W are zeros.
@@ -130,18 +151,23 @@ template <typename FORM> struct w_loader {
       at = (GRADIENT ? 2 : OF_STAGE) * at + half(t);
       beyond = false;
       if (FORM::GROUPED) {
-        begin = 2u * piece.expert * args.N * units, at += begin,
+        begin = 2u * piece.expert * args.N * units, at += begin;
         absmax_at = (uint32_t)piece.expert * args.expert_absmax;
-        offset = args.map ? __ldg(args.offset + piece.expert) : -0.f; // x + -0 is x
+        load_offset(args, piece.expert);
       }
     }
     if (GRADIENT && left == 1 && args.N % FORM::DEPTH)
       if (pieces.last<sm80_pieces::W>().to() == args.cut.stages && row(thread_index()) >= args.N % FORM::DEPTH)
         beyond = true, at = begin;
   }
+  // As x_loader's.
+  __device__ __forceinline__ void pass(const bsh_gemm_sm80_args &args, sm80_pieces &pieces, int stages) {
+    left -= stages;
+    seek(args, pieces);
+  }
   __device__ __forceinline__ void load_scale(const bsh_gemm_sm80_args &args) {
     if constexpr (FORM::SHORT) code = __ldg(reinterpret_cast<const uint16_t *>(args.codes) + at); // of both blocks
-    else code = __ldg(args.codes + (at >> args.block_shift));
+    else code = load_byte(args.codes + (at >> args.block_shift));
     absmax = __ldg(args.absmax + absmax_at + ((at - begin) >> args.absmax_shift));
   }
   // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
@@ -157,22 +183,24 @@ template <typename FORM> struct w_loader {
       const uint2 v = __ldg(reinterpret_cast<const uint2 *>(from) + (part(thread_index()) & 1));
       word[0] = v.x, word[1] = v.y;
     }
-    at += OF_STAGE * (GRADIENT ? args.K : 1), left--;
+    at += OF_STAGE * (GRADIENT ? args.K : 1);
     const uint32_t ahead = min(at + (GRADIENT ? OF_STAGE * args.K : 6), args.last_half);
     prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }
+  __device__ __forceinline__ float of_map(uint32_t code) const {
+    return __uint_as_float(ld_shared_4(map_at + 4 * code));
+  }
   // What dequantize_4bit has.
-  __device__ __forceinline__ void make_scale(const float *map, const float *of_weight) {
-    const float add = FORM::GROUPED ? offset : *of_weight;
+  __device__ __forceinline__ void make_scale() {
     if constexpr (FORM::SHORT) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        scale.of[i] = __fadd_rn(multiply_in_order(map[code >> 8 * i & 255], absmax), add);
+        scale.of[i] = __fadd_rn(multiply_in_order(of_map(code >> 8 * i & 255), absmax), offset);
         if (GRADIENT && beyond) scale.of[i] = 0.f;
       }
     } else {
-      scale = __fadd_rn(multiply_flush_in_order(map[code], absmax), add);
+      scale = __fadd_rn(multiply_flush_in_order(of_map(code), absmax), offset);
       if (GRADIENT && beyond) scale = 0.f;
     }
   }
@@ -182,7 +210,9 @@ template <typename FORM> struct w_loader {
   }
   // Step k of DECODE_STEPS.
   __device__ __forceinline__ void decode(int k) { values.decode(k % 8, ready[k / 8], word[k / 8], k / 16); }
-  __device__ __forceinline__ void store(int j) { st_shared_vector(to ^ (j << 4), ready[j]); }
+  __device__ __forceinline__ void store(int j, const sm80_stage<FORM> &stage) {
+    st_shared_vector((to ^ (j << 4)) + stage.w, ready[j]);
+  }
 };
 
 } // namespace

@@ -18,11 +18,16 @@
 namespace bsh {
 namespace {
 
+// Selectors of bytes 0 to 3 of a register, for eight codes. A grid has y = 0 only, which the compiler does not know: a
+// second constant beside the mask would take an instruction of its own.
+__device__ __forceinline__ uint32_t byte_places() { return 0x32103210u | blockIdx.y; }
+
 // Selectors name the bytes of the result, highest first; 0 to 3 are those of the first register, 4 to 7 of the second.
 template <typename T> struct block_values {
   enum { BUILD_STEPS = 16, DECODE_STEPS = 8 };
   using scales = float;
   uint32_t low[4], high[4]; // byte i & 3 of [i >> 2]: of the value of code i
+  const uint32_t places = byte_places();
 
   __device__ __forceinline__ void build(int step, const float *values, float scale) {
     const int i = step >> 2;
@@ -42,7 +47,7 @@ template <typename T> struct block_values {
     const int half = step >> 2; // four codes: nibbles 4 half .. 4 half + 3
     switch (step % 4) {
     case 0:
-      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | places;
       else lower >>= 16, upper >>= 16;
       break;
     case 1:
@@ -71,6 +76,7 @@ template <typename T> struct short_values {
     float of[2];
   };
   uint32_t low[2][2], high[2][2]; // of codes 0 to 7 of each block
+  const uint32_t places = byte_places();
 
   __device__ __forceinline__ void build(int step, const float *values, const scales &scale) {
     const int block = step >> 3, i = step >> 2 & 1;
@@ -88,7 +94,7 @@ template <typename T> struct short_values {
     const int half = step >> 2;
     switch (step % 4) {
     case 0:
-      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | 0x32103210u;
+      if (half == 0) lower = word & 0x77777777u, upper = ((word >> 1) & 0x44444444u) | places;
       else lower >>= 16, upper >>= 16;
       break;
     case 1:

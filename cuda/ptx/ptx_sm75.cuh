@@ -6,13 +6,11 @@
 
 namespace bsh {
 
-// d[16 x 8] += a[16 x 8] b[8 x 8]: half of the depth of m16n8k16. Where `is` is less than `below`, both the same in all
-// lanes of a warp.
-__device__ __forceinline__ void mma_m16n8k8_if(float *d, const uint32_t *a, uint32_t b, int is, int below) {
-  asm volatile("{ .reg .pred p; setp.lt.s32 p, %7, %8;\n"
-               "@p mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3}; }"
+// d[16 x 8] += a[16 x 8] b[8 x 8]: half of the depth of m16n8k16.
+__device__ __forceinline__ void mma_m16n8k8(float *d, const uint32_t *a, uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b), "r"(is), "r"(below));
+               : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
 // 16 bytes, or zeros; volatile: not put off until they are needed.

@@ -24,6 +24,12 @@ __device__ __forceinline__ uint32_t largest_of_warp(uint32_t v) {
 #endif
 }
 
+// To a whole register: what is loaded as an 8-bit type is masked again.
+__device__ __forceinline__ uint32_t load_byte(const uint8_t *from) {
+  uint32_t v;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 // 16 bytes global to shared, or zeros.
 __device__ __forceinline__ void cp_async_16_or_zero(uint32_t to, const void *from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0)
@@ -57,16 +63,7 @@ __device__ __forceinline__ float multiply_flush_in_order(float a, float b) {
   return d;
 }
 
-// Where `is` is less than `below`, both the same in all lanes of a warp.
-__device__ __forceinline__ void ldmatrix_x4_if(uint32_t *v, uint32_t address, int is, int below) {
-  asm volatile("{ .reg .pred p; setp.lt.s32 p, %5, %6;\n"
-               "@p ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4]; }"
-               : "+r"(v[0]), "+r"(v[1]), "+r"(v[2]), "+r"(v[3])
-               : "r"(address), "r"(is), "r"(below)
-               : "memory");
-}
-
-// pack_pair and mma_m16n8k16 in this order; mma_if as ldmatrix_x4_if. PACK: rounds two fp32 to a word.
+// pack_pair and mma_m16n8k16 in this order. PACK: rounds two fp32 to a word.
 template <typename T> struct in_order;
 #define BSH_IN_ORDER(TYPE, NAME, PACK)                                                                                 \
   template <> struct in_order<TYPE> {                                                                                  \
@@ -80,13 +77,6 @@ template <typename T> struct in_order;
                    ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                        \
                    : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                                \
-    }                                                                                                                  \
-    static __device__ __forceinline__ void mma_if(float *d, const uint32_t *a, const uint32_t *b, int is, int below) { \
-      asm volatile("{ .reg .pred p; setp.lt.s32 p, %10, %11;\n"                                                        \
-                   "@p mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                           \
-                   ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}; }"                                      \
-                   : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(is), "r"(below));           \
     }                                                                                                                  \
   };
 BSH_IN_ORDER(__nv_bfloat16, "bf16", "cvt.rn.bf16x2.f32 %0, %1, %2;")

@@ -26,8 +26,7 @@ BSH_SIZE int32_t bsh_gemm_sm80_threads(int32_t rows) { return rows; }
 BSH_SIZE int32_t bsh_gemm_sm80_x_step(int32_t rows) { return bsh_gemm_sm80_threads(rows) / 8; }
 BSH_SIZE int32_t bsh_gemm_sm80_x_bytes(int32_t rows) { return rows * BSH_UNIT * 2; }
 
-/* Shared memory: [x stages][W stages][map of the scales][pieces][offset of the scales, a word for all threads], and of
- * a stack the window. */
+/* Shared memory: [x stages][W stages][map of the scales][pieces][a word for all threads], and of a stack the window. */
 BSH_SIZE int32_t bsh_gemm_sm80_w_at(int32_t rows) { return BSH_GEMM_SM80_STAGES * bsh_gemm_sm80_x_bytes(rows); }
 BSH_SIZE int32_t bsh_gemm_sm80_map_at(int32_t rows) {
   return bsh_gemm_sm80_w_at(rows) + BSH_GEMM_SM80_STAGES * BSH_GEMM_SM80_W_BYTES;
@@ -66,8 +65,7 @@ typedef struct {
   float *partial;
   uint32_t *flags; /* 0 at the start: of each block; splits: of each tile */
   int64_t ldx, ldy;
-  int64_t x_step, x_back; /* bytes from a thread's row of x to its next one, and from behind its last one to the first
-                             one's next stage */
+  int64_t x_step; /* bytes from a thread's row of x to its next one */
   int32_t M, N, K;
   int32_t block_shift, absmax_shift; /* from 32 weights to their block, and to their place in absmax */
   uint32_t last_half;                /* the last 32 weights of W */

@@ -125,7 +125,7 @@ FAULTS = {
     "all experts have the first one's bias": ("epilogue_sm80.cuh", r" \+ piece.expert \* args.N(?=, args.N)", ""),
     "a window knows nothing of those before it": ("scheduler_sm80.cuh", r"(?<=sum = )tiles \+ ", ""),
     "all experts have the first one's scales": ("loaders_sm80.cuh", r"\(uint32_t\)piece.expert", "0"),
-    "all experts have the first one's offset": ("loaders_sm80.cuh", r"(?<=args.offset) \+ piece.expert", ""),
+    "all experts have the first one's offset": ("loaders_sm80.cuh", r"(?<=args.offset) \+ expert", ""),
     "a row group too few": ("gemm_4bit_sm80.cuh", r" \+ apart - 1(?=\))", ""),
     "rows of no expert stay": ("gemm_4bit_sm80.cuh", r"clear_rows<[^;]*;", ";"),
 }

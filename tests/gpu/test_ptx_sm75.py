@@ -167,10 +167,10 @@ def test_sm75_takes_offs_that_are_not_sorted():
 
 # File, what is left out or changed, and what takes its place. Then results must be wrong, or accesses out of bounds.
 FAULTS = {
-    "x is not stored": ("gemm_4bit_sm75.cuh", r"if \(slot < 4\) x.store\(slot, step\);", ";"),
+    "x is not stored": ("gemm_4bit_sm75.cuh", r"if \(slot < 4\) x.store\(slot, to\);", ";"),
     "a stage is overwritten before it has been read": (
         "gemm_4bit_sm80.cuh",
-        r"__syncthreads\(\);(?=\s*const int turn_w)",
+        r"__syncthreads\(\);(?=\s*stage = stage.other)",
         ";",
     ),
     "half of a step's depth twice": ("gemm_4bit_sm75.cuh", r"this->a\[i\] \+ 2 \* half", "this->a[i]"),
@@ -179,7 +179,7 @@ FAULTS = {
     "columns of dy beyond the last one count": ("loaders_sm80.cuh", r"rows = 0;", ";"),
     "rows of W beyond the last one count": ("loaders_sm80.cuh", r"beyond = true, at = begin;", ";"),
     "both halves of 32 weights are the first": ("loaders_sm80.cuh", r" \+ \(part\(thread_index\(\)\) & 1\)", ""),
-    "x comes from the same piece again": ("loaders_sm75.cuh", r"this->seek\(args, pieces\);", ";"),
+    "x comes from the same piece again": ("loaders_sm75.cuh", r"this->pass\(args, pieces, 1\);", "this->left--;"),
     "words come before the last are decoded": ("gemm_4bit_sm75.cuh", r"W_SLOT = 3", "W_SLOT = 0"),
     "who times out leaves nothing": ("epilogue_sm80.cuh", r"groups = groups_of\(me\);", ";"),
 }

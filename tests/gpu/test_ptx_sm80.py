@@ -139,7 +139,7 @@ FAULTS = {
     ),
     "a stage is overwritten before it has been read": (
         "gemm_4bit_sm80.cuh",
-        r"__syncthreads\(\);(?=\s*const int turn_w)",
+        r"__syncthreads\(\);(?=\s*stage = stage.other)",
     ),
     "sums are joined before they have been left": (
         "epilogue_sm80.cuh",
