@@ -21,7 +21,7 @@ import torch
 from bitshard import _C, functional, ops
 from bitshard.functions import grouped
 from experts import PANEL, Stack, by, routing
-from gemm_sm80 import OLD, Lt, card, kernels_of, lt_call, microseconds, timed
+from gemm_sm80 import Lt, card, fastest, timed
 
 KERNEL = "gemm_4bit_sm80_grouped"
 SHAPES = ("128x1536x2048", "128x2048x768", "128x5760x2880", "8x4096x14336")  # experts, N, K
@@ -81,15 +81,13 @@ def vendors(lt: Lt, stack: Stack, rows: int, gradient: bool) -> dict:
     inner, outer = (stack.N, stack.K) if gradient else (stack.K, stack.N)
     x, y = (torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in (inner, outer))
     product = lt.product(rows, stack.N, stack.K, gradient)
-    calls = [lambda a=a: lt.run(product, a, stack.dense[0], x, y) for a in lt.algorithms(product)]
-    old = [call for call, name in zip(calls, kernels_of(calls), strict=True) if any(part in name for part in OLD)]
-    fastest = [lt_call(lt, product, call, x, y) for call in sorted(old, key=microseconds)[:3]]
+    old = fastest(lt, product, stack.dense[0], x, y)[:3]
 
-    def every(call, _: int) -> None:
+    def every(algorithm, _: int) -> None:
         for w in stack.dense:
-            call(w)
+            lt.run(product, algorithm, w, x, y)
 
-    return {f"vendor {i}": lambda i, call=call: every(call, i) for i, call in enumerate(fastest)}
+    return {f"vendor {i}": lambda i, a=a: every(a, i) for i, a in enumerate(old)}
 
 
 def decode(stack: Stack) -> None:

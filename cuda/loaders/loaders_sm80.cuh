@@ -170,8 +170,8 @@ template <typename FORM> struct w_loader {
     else code = load_byte(args.codes + (at >> args.block_shift));
     absmax = __ldg(args.absmax + absmax_at + ((at - begin) >> args.absmax_shift));
   }
-  // The packed words of a stage; and asks L2 for a later one, of the gradient also for codes of its scales: forward a
-  // sector of them lasts for many stages.
+  // The packed words of a stage. Asks L2 for a later one where few rows wait for it; of the gradient always, and for
+  // codes of its scales: forward a sector of them lasts for many stages.
   __device__ __forceinline__ void load(const bsh_gemm_sm80_args &args) {
     const uint4 *from = reinterpret_cast<const uint4 *>(args.packed + (uint64_t)at * 16);
 #pragma unroll
@@ -185,7 +185,7 @@ template <typename FORM> struct w_loader {
     }
     at += OF_STAGE * (GRADIENT ? args.K : 1);
     const uint32_t ahead = min(at + (GRADIENT ? OF_STAGE * args.K : 6), args.last_half);
-    prefetch_l2(args.packed + (uint64_t)ahead * 16);
+    if (GRADIENT || FORM::ROWS == 128) prefetch_l2(args.packed + (uint64_t)ahead * 16);
     if (GRADIENT) prefetch_l2(args.codes + (FORM::SHORT ? 2 * (uint64_t)ahead : ahead >> args.block_shift));
   }
   __device__ __forceinline__ float of_map(uint32_t code) const {
