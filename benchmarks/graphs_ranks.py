@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import random
@@ -64,6 +65,7 @@ def launch(options: argparse.Namespace, part: str, cap: float) -> dict:
         record, log = Path(scratch, "record"), Path(scratch, "log")
         shape = {name: getattr(options, name) for name in launches.SHAPE}
         asked = {"part": part, "steps": options.steps, "longest": options.longest, "shape": shape, "cap": cap}
+        asked["patience"] = options.patience
         command = [*launches.torchrun(options.gpus), __file__, "--rank", json.dumps({**asked, "record": str(record)})]
         records, seen = launches.Records(record), []
 
@@ -145,6 +147,7 @@ def rank(options: SimpleNamespace) -> None:
     import torch.distributed as dist
     from bitshard import graphs
 
+    faulthandler.dump_traceback_later(0.8 * options.patience)  # where it hangs, before the launch is ended
     cuda, number, world = (
         torch.cuda.is_available(),
         int(os.environ.get("RANK", 0)),
