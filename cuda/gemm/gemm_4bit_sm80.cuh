@@ -155,26 +155,31 @@ template <typename FORM> struct sm80_block {
     }
     if (HAS) in.load_a(i, next, stage);
   }
-  __device__ __forceinline__ void multiply_stage() {
+  // ALL: all row groups of the warp have rows, and nothing asks for it.
+  template <bool ALL> __device__ __forceinline__ void multiply_stage() {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       if (step == STEPS - 1) turn_over();
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         load_at(step * 4 + i);
-        if (in.has(i)) multiply_group<true>(step, i);
+        if (ALL || in.has(i)) multiply_group<true>(step, i);
         else multiply_group<false>(step, i);
         schedule_of<FORM>::behind_slot(w, x, step * 4 + i, stage.other());
       }
     }
+  }
+  template <bool ALL> __device__ __forceinline__ void multiply_stages(int count) {
+#pragma unroll 1
+    for (; count > 0; count--) multiply_stage<ALL>();
   }
   // The stages of a piece, in runs in which nothing that is loaded seeks.
   __device__ __forceinline__ void multiply(int left) {
 #pragma unroll 1
     while (left > 0) {
       const int stages = min(left, min(stages_in_row<FORM>(x.left), stages_in_row<FORM>(w.left)));
-#pragma unroll 1
-      for (int i = stages; i > 0; i--) multiply_stage();
+      if (FORM::DEPTH == BSH_UNIT && in.has(3)) multiply_stages<true>(stages); // no registers for both loops on sm_75
+      else multiply_stages<false>(stages);
       left -= stages;
       x.pass(args, pieces, stages), w.pass(args, pieces, stages);
     }
