@@ -239,6 +239,26 @@ class Args(ctypes.Structure):
     _fields_ += [("share", ctypes.c_int32), ("longer", ctypes.c_int32), ("values", ctypes.c_float * 16)]
 
 
+LEAST_STAGES = 8  # of a block that shares tiles in order
+
+
+def cuts(sms: int, M: int, width: int, depth: int):
+    """(blocks of a multiprocessor, blocks, cut) of all ways to share out tiles: whole ones, shared by 2 and by 4 blocks
+    at once, and in order by all blocks, those of the last round, or of the one before it, too."""
+    for rows, resident in ((256, 1), (128, 1), (128, 2)):
+        row_tiles, stages, blocks = -(-M // rows), -(-depth // 64), sms * resident
+        tiles = row_tiles * -(-width // 128)
+        base = {"rows": rows, "row_tiles": row_tiles, "tiles": tiles, "stages": stages}
+        yield resident, min(tiles, blocks), base
+        for splits in (2, 4):
+            if sms * (resident - 1) < tiles * splits <= blocks and stages >= splits:
+                yield resident, tiles * splits, base | {"splits": splits, "shared": tiles}
+        for shared in (tiles % blocks, tiles % blocks + blocks):
+            if 0 < shared <= tiles and tiles % blocks and shared * stages >= LEAST_STAGES * blocks:
+                order = {"share": shared * stages // blocks, "longer": shared * stages % blocks}
+                yield resident, blocks, base | {"shared": shared, **order}
+
+
 class Slow:
     """The kernel with `products` for each product."""
 
@@ -260,28 +280,13 @@ class Slow:
         self.flags = torch.zeros(1024, dtype=torch.int32, device="cuda")
         self.partial = torch.empty(2 * self.sms, 256 * 128, device="cuda")
 
-    def cuts(self, M: int, width: int, depth: int):
-        """(blocks, cut) that may be the fastest: whole tiles, shared by 2 and by 4, by all blocks in order."""
-        for rows, blocks in ((256, self.sms), (128, self.sms), (128, 2 * self.sms)):
-            row_tiles, stages = -(-M // rows), -(-depth // 64)
-            tiles = row_tiles * -(-width // 128)
-            base = {"rows": rows, "row_tiles": row_tiles, "tiles": tiles, "stages": stages}
-            yield min(tiles, blocks), base
-            for splits in (2, 4):
-                if tiles * splits <= blocks and stages >= 4 * splits:
-                    yield tiles * splits, base | {"splits": splits, "shared": tiles}
-            shared = tiles % blocks
-            if shared * stages >= 8 * blocks:
-                all_stages = shared * stages
-                order = {"shared": shared, "share": all_stages // blocks, "longer": all_stages % blocks}
-                yield blocks, base | order
-
     def call(self, case: Case, x, y, i: int, gradient: bool, blocks: int, cut: dict) -> None:
         step = cut["rows"] // 8 * x.stride(0) * 2
         code, values, absmax, offset = case.scales
         places = [one.data_ptr() for one in (case.codes[i], code, values, absmax, offset, x)]
         sizes = (x.stride(0), y.stride(0), step, x.shape[0], case.N, case.K)
-        args = Args(*places, None, y.data_ptr(), self.partial.data_ptr(), self.flags.data_ptr(), *sizes, 1, 9)
+        flags = self.flags.data_ptr() if cut.get("shared") else None  # are zeroed
+        args = Args(*places, None, y.data_ptr(), self.partial.data_ptr(), flags, *sizes, 1, 9)
         args.last_half, args.store_eights = case.N * case.K // 32 - 1, 1
         args.values[:] = get_4bit_type("nf4", "cpu").tolist()
         for name, value in cut.items():
@@ -295,7 +300,7 @@ class Slow:
         x = torch.randn(M, depth, device="cuda", dtype=torch.bfloat16)
         y = torch.empty(M, width, device="cuda", dtype=torch.bfloat16)
         calls = {}
-        for blocks, cut in self.cuts(M, width, depth):
+        for _, blocks, cut in cuts(self.sms, M, width, depth):
             calls[f"{blocks} {cut}"] = lambda i, b=blocks, c=cut: self.call(case, x, y, i, gradient, b, c)
         return min(timed(calls, dict.fromkeys(calls, len(case.codes)), rounds=3).values())
 

@@ -63,13 +63,15 @@ const bsh_card *bsh_card_of(const int32_t sm) {
 /* Multiprocessors, TFLOP/s of 16 bits with fp32 sums, GB/s of memory, and shares of them that are reached: of products,
  * 0.85 of a read, 0.80 of what dequantizing moves. The shares of gemm_4bit_sm80 were measured on an H200, whose
  * mma.sync has an A100's ratio of tensor cores to the rest, and, before its loop had a fifth fewer instructions, on an
- * H100 with each product issued four times, GeForce's ratio: benchmarks/results/gemm_sm80_h{2,1}00_202611.md. */
+ * H100 with each product issued four times, GeForce's ratio: benchmarks/results/gemm_sm80_h{2,1}00_202611.md. What
+ * joins take is an H200's: benchmarks/results/gemm_sm80_cuts_h200_202611.md. */
 #define RATES(sms, tflops, products, gb)                                                                               \
   .flops_per_ns_sm = tflops * 1e3 * (products) / (sms), .bytes_per_ns_sm = (gb) * 0.85 / (sms),                        \
-  .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join = 6000
+  .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join_2 = 6000, .join_4 = 8000,            \
+  .join_in_order = 8000, .join_part = 2000
 
 #define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}
-#define LIKE_A100 {{0.80, 0.91}, {0.76, 0.89}}
+#define LIKE_A100 {{0.75, 0.91}, {0.72, 0.89}}
 
 /* gemm_4bit_sm75 decodes for half as fast tensor cores as an A100's, with a barrier every 32 of depth: a guess between
  * the two above, which no card has confirmed. Its tiles have 256 rows. */

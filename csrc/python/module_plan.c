@@ -142,10 +142,11 @@ static PyObject *slice_dict(const bsh_plan_slice *const slice, const int64_t tim
   bool done = launches != NULL;
   for (int i = 0; i < 3 && done; i++) done = all[i]->kernel == NULL || append(launches, launch_dict(all[i]));
   if (done)
-    return Py_BuildValue("{s:L,s:L,s:L,s:N,s:O,s:i,s:O}", "rows", (long long)slice->rows, "times", (long long)times,
-                         "scratch_bytes", (long long)slice->scratch_bytes, "launches", launches, "codes",
-                         slice->int8.codes ? Py_True : Py_False, "capacity", (int)slice->int8.capacity, "finds",
-                         slice->int8.finds ? Py_True : Py_False);
+    return Py_BuildValue("{s:L,s:L,s:L,s:N,s:O,s:i,s:O,s:i,s:i}", "rows", (long long)slice->rows, "times",
+                         (long long)times, "scratch_bytes", (long long)slice->scratch_bytes, "launches", launches,
+                         "codes", slice->int8.codes ? Py_True : Py_False, "capacity", (int)slice->int8.capacity,
+                         "finds", slice->int8.finds ? Py_True : Py_False, "splits", (int)slice->sm80.splits,
+                         "shared_tiles", (int)slice->sm80.shared);
   Py_XDECREF(launches);
   return NULL;
 }

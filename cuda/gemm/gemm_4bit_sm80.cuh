@@ -173,12 +173,13 @@ template <typename FORM> struct sm80_block {
 #pragma unroll 1
     for (; count > 0; count--) multiply_stage<ALL>();
   }
-  // The stages of a piece, in runs in which nothing that is loaded seeks.
+  // The stages of a piece, in runs in which nothing that is loaded seeks. Beside a second loop the first one can be a
+  // sixth slower, by other registers.
   __device__ __forceinline__ void multiply(int left) {
 #pragma unroll 1
     while (left > 0) {
       const int stages = min(left, min(stages_in_row<FORM>(x.left), stages_in_row<FORM>(w.left)));
-      if (FORM::DEPTH == BSH_UNIT && in.has(3)) multiply_stages<true>(stages); // no registers for both loops on sm_75
+      if (!FORM::ONE_LOOP && in.has(3)) multiply_stages<true>(stages);
       else multiply_stages<false>(stages);
       left -= stages;
       x.pass(args, pieces, stages), w.pass(args, pieces, stages);

@@ -9,3 +9,6 @@
 
 #define GROUPED(FORM, ROWS) BSH_GEMM_SM80_ENTRIES(gemm_sm80_grouped_, FORM, ROWS, true)
 BSH_GEMM_SM80_FORMS(GROUPED)
+// Of few rows: ONE_LOOP. Forward both loops are as fast.
+BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_dgrad_bf16_m128_few, __nv_bfloat16, 128, true, true, false, true)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_dgrad_f16_m128_few, __half, 128, true, true, false, true)

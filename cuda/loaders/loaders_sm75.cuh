@@ -13,6 +13,7 @@ template <bool GRADIENT_, bool GROUPED_> struct sm75_form {
   using T = __half;
   static constexpr int ROWS = BSH_GEMM_SM75_ROWS, THREADS = BSH_GEMM_SM75_THREADS, DEPTH = BSH_GEMM_SM75_DEPTH;
   static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_, SHORT = false, SKIPS = true;
+  static constexpr bool ONE_LOOP = true; // no registers for two
   static constexpr int X_BYTES = BSH_GEMM_SM75_X_BYTES, W_BYTES = BSH_GEMM_SM75_W_BYTES, W_AT = BSH_GEMM_SM75_W_AT;
   static constexpr int MAP_AT = BSH_GEMM_SM75_MAP_AT, PIECES_AT = BSH_GEMM_SM75_PIECES_AT;
   static constexpr int WORDS_AT = BSH_GEMM_SM75_WORDS_AT, SHARED_BYTES = BSH_GEMM_SM75_SHARED_BYTES;

@@ -12,11 +12,13 @@
 namespace bsh {
 namespace {
 
-// GROUPED: of a stack of experts. SHORT: blocks of 16 with codes E2M1 and nested scales; 256 rows.
-template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SHORT_ = false> struct sm80_form {
+// GROUPED: of a stack of experts. SHORT: blocks of 16 with codes E2M1 and nested scales; 256 rows. ONE_LOOP: warps
+// whose row groups all have rows have no loop of their own.
+template <typename T_, int ROWS_, bool GRADIENT_, bool GROUPED_ = false, bool SHORT_ = false, bool ONE_LOOP_ = false>
+struct sm80_form {
   using T = T_;
   static constexpr int ROWS = ROWS_, THREADS = bsh_gemm_sm80_threads(ROWS);
-  static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_, SHORT = SHORT_;
+  static constexpr bool GRADIENT = GRADIENT_, GROUPED = GROUPED_, SHORT = SHORT_, ONE_LOOP = ONE_LOOP_;
   static constexpr int X_BYTES = bsh_gemm_sm80_x_bytes(ROWS), W_BYTES = BSH_GEMM_SM80_W_BYTES;
   static constexpr int DEPTH = BSH_UNIT; // of a stage
   static constexpr int W_AT = bsh_gemm_sm80_w_at(ROWS), MAP_AT = bsh_gemm_sm80_map_at(ROWS);

@@ -40,6 +40,8 @@ CASES = [
     (SM80, torch.bfloat16, [40, 0, 33, 257], 136, 192, 32, "nf4", True, True),
     (SM80, torch.float16, [260, 0, 140], 64, 128, 4096, "nf4", False, True),
     (SM80, torch.bfloat16, [1] * 40 + [0] * 30 + [200, 3], 64, 64, 64, "fp4", True, True),
+    # tiles of which warps have all rows, in the gradient, too
+    (SM80, torch.bfloat16, [130, 0, 200], 192, 128, 64, "nf4", True, False),
 ]
 OFFS = torch.tensor([5, -3, 4000, 2**31 - 1, -(2**31), 1], dtype=torch.int32)  # clamped, none goes back
 
@@ -108,7 +110,7 @@ def test_sm80_has_the_bits_of_one_weight(rows, blocksize, gradient):
     settings, x, b = (blocksize, 0, 136, 192), dy if gradient else x, None if gradient else b
     gpu = machine.Gpu(80, 3, workspace_bytes=0)
     y = gpu.grouped_linear_4bit(x, offs, packed, scales, b, *settings, SM80, backward=gradient)
-    assert gpu.launches[0].endswith("m256" if blocksize == 32 else "m128")
+    assert gpu.launches[0].endswith("m256" if blocksize == 32 else "m128_few" if gradient else "m128")
     for e, (begin, end) in enumerate(zip([0, *offs.tolist()], offs.tolist(), strict=False)):
         codes, absmax, absmax2, offset = (one.view(3, -1)[e] for one in (packed, scales[0], scales[2], scales[3]))
         weight = (codes, (absmax, scales[1], absmax2, offset))
@@ -131,7 +133,7 @@ FAULTS = {
 }
 TWO_KERNELS = """
 BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_bf16_m128, __nv_bfloat16, 128, false, true)
-BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_dgrad_bf16_m128, __nv_bfloat16, 128, true, true)
+BSH_GEMM_SM80_ENTRY(gemm_sm80_grouped_dgrad_bf16_m128_few, __nv_bfloat16, 128, true, true, false, true)
 """
 
 

@@ -672,19 +672,20 @@ def test_grouped_products(E, M, N, K, gradient, kernel, entry, cluster):
 
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("sm, rows, blocksize, form", [
-    (80, 16, 64, "m128"), (80, 144, 64, "m128"), (80, 145, 64, "m256"), (80, 223, 64, "m256"), (80, 224, 64, "m128"),
-    (80, 399, 64, "m128"), (80, 400, 64, "m256 forward"), (80, 16, 32, "m256"), (80, 512, 32, "m256"),
+    (80, 16, 64, "few"), (80, 80, 64, "few"), (80, 81, 64, "m128"), (80, 144, 64, "m128"), (80, 145, 64, "m256"),
+    (80, 223, 64, "m256"), (80, 224, 64, "m128"), (80, 431, 64, "m128"), (80, 432, 64, "m256"), (80, 16, 32, "m256"),
+    (80, 512, 32, "m256"),
     (86, 16, 64, "m256"), (89, 100, 4096, "m256"), (120, 512, 128, "m256"),
 ])  # fmt: skip
 def test_grouped_products_of_cards_with_a_model(sm, rows, blocksize, form, gradient):
     """In one pass, without scratch memory, in 99 KiB of shared memory."""
-    form = ("m128" if gradient else "m256") if form == "m256 forward" else form
+    form = "m128" if form == "few" and not gradient else form
     settings = {"gradient": gradient, "blocksize": blocksize, "architectures": "80,86,89,120"}
     plan = _C.plan_grouped_linear_4bit(128, 128 * rows, 1536, 2048, 2, sm, 100, **settings)
     (part,) = plan["slices"]
     (launch,) = part["launches"]
     assert plan["kernel"] == "gemm_4bit_sm80_grouped" and launch["entry"].endswith(form) and not plan["scratch_bytes"]
-    assert launch["grid"][0] == (200 if form == "m128" else 100) and launch["shared_bytes"] <= 99 << 10
+    assert launch["grid"][0] == (100 if form == "m256" else 200) and launch["shared_bytes"] <= 99 << 10
 
 
 @pytest.mark.parametrize("gradient", [False, True])
