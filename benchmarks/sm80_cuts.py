@@ -88,8 +88,9 @@ def table(file: Path) -> str:
         rows.append([*map(str, what), *times])
     rows.sort(key=lambda row: -float(row[-1]))
     names = ["N x K", "rows", "", "the plan's", "us", "fastest", "us", "times"]
-    text = f"{head['device']}, {len(cases)} cases, {len(lines)} ways: the plan's takes {statistics.mean(losses):.4f} times"
-    return f"{text} as long as the fastest on average, {max(losses):.3f} at most\n\n{markdown_table(names, rows[:SHOWN])}"
+    text = f"{head['device']}, {len(cases)} cases, {len(lines)} ways: the plan's takes {statistics.mean(losses):.4f}"
+    text += f" times as long as the fastest on average, {max(losses):.3f} at most\n\n"
+    return text + markdown_table(names, rows[:SHOWN])
 
 
 def main() -> None:
