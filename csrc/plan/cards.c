@@ -67,7 +67,7 @@ const bsh_card *bsh_card_of(const int32_t sm) {
  * joins take is an H200's: benchmarks/results/gemm_sm80_cuts_h200_202611.md. */
 #define RATES(sms, tflops, products, gb)                                                                               \
   .flops_per_ns_sm = tflops * 1e3 * (products) / (sms), .bytes_per_ns_sm = (gb) * 0.85 / (sms),                        \
-  .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join_2 = 6000, .join_4 = 8000,            \
+  .dequantized_per_ns_sm = (gb) * 0.80 / (sms), .begin = 1500, .ends = 4000, .join_2 = 6000, .join_4 = 8000,           \
   .join_in_order = 8000, .join_part = 2000
 
 #define LIKE_GEFORCE {{0.94, 0.96}, {0.92, 0.95}}

@@ -13,9 +13,9 @@ enum { MOST_TILES = (1 << 16) - 8 }; /* of a thread block, which counts in 16 bi
 #define GROUPED_FORM(form, rows) BSH_TILE_ENTRIES(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_", form),
 static bsh_cuda_kernel kernels[][2][2] = {BSH_GEMM_SM80_FORMS(GROUPED_FORM)}; /* [form][dtype][direction] */
 static bsh_cuda_kernel nv_kernels[2][2] = BSH_TILE_ENTRIES(gemm_4bit_sm80_grouped_short, "gemm_sm80_grouped_", m256_nv);
-static bsh_cuda_kernel few_kernels[2] = { /* [dtype] */
-    BSH_KERNEL(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_dgrad_bf16_m128_few"),
-    BSH_KERNEL(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_dgrad_f16_m128_few")};
+static bsh_cuda_kernel few_kernels[2] = {/* [dtype] */
+                                         BSH_KERNEL(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_dgrad_bf16_m128_few"),
+                                         BSH_KERNEL(gemm_4bit_sm80_grouped, "gemm_sm80_grouped_dgrad_f16_m128_few")};
 
 static int64_t tiles_at_most(const bsh_facts *const facts, const int32_t rows) {
   const int64_t width = facts->direction == BSH_FORWARD ? facts->N : facts->K;
