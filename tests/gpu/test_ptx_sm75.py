@@ -54,7 +54,7 @@ CASES = [
     (180, 256, 320, 0, 32, True, True, False, 4, 9, "4/2"),
     (180, 256, 320, 1, 32, False, True, False, 2, 9, "whole"),
     (100, 640, 256, 0, 64, True, False, True, 8, 10, "8/2"),
-    (33, 712, 384, 0, 64, True, False, True, 4, 11, "4/3"),  # a last stage of 8 rows of W
+    (33, 1128, 384, 0, 64, True, False, True, 4, 11, "4/3"),  # a last stage of 8 rows of W
     (300, 200, 320, 1, 128, False, False, True, 6, 12, "whole"),
     (250, 2000, 128, 0, 64, True, False, True, 4, 13, "4/1"),
     (700, 1288, 128, 1, 64, True, False, True, 4, 14, "4/3"),

@@ -50,14 +50,14 @@ CASES = [
     (BF16, 300, 264, 192, 1, 128, True, True, False, 5, 5, "m128 whole"),
     (BF16, 400, 384, 64, 0, 4096, True, False, False, 3, 6, "m256 whole"),  # tiles of one stage
     (F16, 250, 128, 2048, 0, 64, True, True, False, 4, 7, "m256 4/1"),
-    (BF16, 700, 128, 1280, 0, 64, True, True, False, 4, 8, "m256 4/3"),
+    (BF16, 700, 128, 1728, 0, 64, True, True, False, 4, 8, "m256 4/3"),
     (BF16, 180, 256, 320, 0, 32, True, True, False, 4, 9, "m256 whole"),
     (F16, 180, 256, 320, 1, 32, False, True, False, 4, 9, "m256 whole"),
     (BF16, 100, 640, 256, 0, 64, True, False, True, 8, 10, "m128 8/2"),
     (BF16, 33, 712, 384, 0, 64, True, False, True, 4, 11, "m128 whole"),  # a last stage of 8 rows of W
     (BF16, 300, 200, 320, 1, 128, False, False, True, 5, 12, "m128 whole"),
     (F16, 250, 2000, 128, 0, 64, True, False, True, 4, 13, "m256 4/1"),
-    (BF16, 700, 1288, 128, 1, 64, True, False, True, 4, 14, "m256 4/3"),
+    (BF16, 700, 1672, 128, 1, 64, True, False, True, 4, 14, "m256 4/3"),
     (F16, 70, 264, 192, 0, 64, True, False, True, 6, 15, "m128 whole"),
     (BF16, 150, 136, 192, 0, 32, True, False, True, 6, 16, "m256 whole"),
 ]
@@ -113,7 +113,7 @@ SHARED = [
     (500, 120, 1280, False, 4, "m256 4/2"),
     (5, 640, 896, False, 2, "m128 4/5"),
     (100, 640, 256, True, 8, "m128 8/2"),
-    (700, 1288, 128, True, 4, "m256 4/3"),
+    (700, 1672, 128, True, 4, "m256 4/3"),
 ]
 
 
