@@ -239,7 +239,7 @@ class Args(ctypes.Structure):
     _fields_ += [("share", ctypes.c_int32), ("longer", ctypes.c_int32), ("values", ctypes.c_float * 16)]
 
 
-LEAST_STAGES = 8  # of a block that shares tiles in order
+LEAST_STAGES = 8  # of a block that shares tiles in order, as in csrc/plan/sm80.c
 
 
 def cuts(sms: int, M: int, width: int, depth: int):

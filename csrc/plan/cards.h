@@ -79,8 +79,7 @@ typedef struct {
               [BSH_SM80_FORMS]; /* of the vendor's products that gemm_4bit_sm80 reaches: by direction, of each form */
   double begin;                 /* nanoseconds: of panels, until dequantizing begins */
   double ends;                  /* of a product before its first and behind its last stage */
-  /* More where sums of a tile are joined: by 2 and by 4 blocks at once; in order, and for each block that has a part.
-   */
+  /* More where sums of a tile are joined: by 2 or 4 blocks at once; in order, and for each block that has a part. */
   double join_2, join_4, join_in_order, join_part;
   int64_t l2; /* bytes that hold a panel; 0: as if none */
 } bsh_rates;

@@ -21,10 +21,10 @@ static int32_t blocks_of(const bsh_sm80_way *const of) {
   return of->cut.splits > 0 ? of->cut.tiles * of->cut.splits : of->sms;
 }
 
-/* Blocks that share a tile in order add to its sums one after the other. */
+/* Of tiles that are shared. Blocks that share one in order add to its sums one after the other. */
 static double join_nanoseconds(const bsh_gemm_sm80_cut *const cut, const bsh_rates *const rates) {
   if (cut->splits > 0) return cut->splits == 2 ? rates->join_2 : rates->join_4;
-  return rates->join_in_order + rates->join_part * cut->stages / (cut->share > 0 ? cut->share : 1);
+  return rates->join_in_order + rates->join_part * cut->stages / cut->share;
 }
 
 /* A block's time by the multiprocessor's rate, which `resident` blocks share, and what lies around it. */
@@ -33,11 +33,11 @@ static double nanoseconds(const bsh_sm80_way *const of, const int32_t resident) 
   const double flops = 2.0 * of->multiplied * BSH_GEMM_SM80_COLUMNS * of->depth;
   const double alone = resident < of->at_once ? 0.85 : 1; /* a block hides less alone */
   const double stage = fmax(resident * flops / (of->rates->flops_per_ns_sm * of->share * alone), of->least);
-  const double ends = of->rates->ends, join = join_nanoseconds(cut, of->rates);
+  const double ends = of->rates->ends, join = cut->shared > 0 ? join_nanoseconds(cut, of->rates) : 0;
   if (cut->splits > 0) return ends + join + (double)divide_up(cut->stages, cut->splits) * stage;
   const int32_t whole = cut->tiles - cut->shared, slots = of->sms;
-  double time = ends + (double)divide_up(whole, slots) * cut->stages * stage;
-  if (cut->shared > 0) time += join + (double)(cut->share + (cut->longer > 0)) * stage;
+  double time = ends + join + (double)divide_up(whole, slots) * cut->stages * stage;
+  if (cut->shared > 0) time += (double)(cut->share + (cut->longer > 0)) * stage;
   return time;
 }
 
