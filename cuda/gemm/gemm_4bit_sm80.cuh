@@ -173,8 +173,8 @@ template <typename FORM> struct sm80_block {
 #pragma unroll 1
     for (; count > 0; count--) multiply_stage<ALL>();
   }
-  // The stages of a piece, in runs in which nothing that is loaded seeks. The loop that asks for rows was a sixth slower
-  // beside the other one, in the gradient with tiles of 128 rows.
+  // The stages of a piece, in runs in which nothing that is loaded seeks. The loop that asks for rows was a sixth
+  // slower beside the other one, in the gradient with tiles of 128 rows.
   __device__ __forceinline__ void multiply(int left) {
 #pragma unroll 1
     while (left > 0) {
